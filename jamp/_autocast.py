@@ -1,0 +1,314 @@
+"""`jamp.autocast`: the public transform, decorator and region."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+
+from jamp import _dtypes, _regions
+from jamp._compat import trace_context, under_trace
+from jamp._emit import Scribe
+from jamp._errors import AutocastError, AutocastTypeError
+from jamp._interpret import Context, Interpreter
+from jamp._regions import Options, Scope
+from jamp._values import Value
+
+
+class Traced(NamedTuple):
+    """A function as traced for one signature.
+
+    Attributes:
+      program: the closed jaxpr.
+      rebuild: makes the function's result of the program's results.
+    """
+
+    program: Any
+    rebuild: Callable[[Sequence[Any]], Any]
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf of the arguments is traced; others are passed through."""
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+
+
+def trace(fn: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> Traced:
+    """Traces a function, as written, on the arrays among its arguments."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    positions = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+    out: dict[str, Any] = {}
+
+    def flat(arrays: list[Any]) -> list[Any]:
+        filled = list(leaves)
+        for position, array in zip(positions, arrays, strict=True):
+            filled[position] = array
+        inner_args, inner_kwargs = jax.tree.unflatten(tree, filled)
+        with _regions.tracing(options):
+            result = fn(*inner_args, **inner_kwargs)
+        out["leaves"], out["tree"] = jax.tree.flatten(result)
+        return [leaf for leaf in out["leaves"] if is_array(leaf)]
+
+    flat.__name__ = getattr(fn, "__name__", "fn")
+    program = _make_jaxpr(flat, [leaves[position] for position in positions])
+    static = [None if is_array(leaf) else (leaf,) for leaf in out["leaves"]]
+    out_tree = out["tree"]
+
+    def rebuild(results: Sequence[Any]) -> Any:
+        arrays = iter(results)
+        return jax.tree.unflatten(
+            out_tree, [next(arrays) if s is None else s[0] for s in static]
+        )
+
+    return Traced(program, rebuild)
+
+
+def _make_jaxpr(flat: Callable[[list[Any]], Any], arrays: list[Any]) -> Any:
+    try:
+        return jax.make_jaxpr(flat)(arrays)
+    except (TypeError, ValueError, NotImplementedError):
+        avals = [jax.typeof(array) for array in arrays]
+        if not any(_dtypes.narrow(aval.dtype) for aval in avals):
+            raise
+    # Some operations (linear algebra, FFTs) refuse 16-bit operands while the program is
+    # traced. The policy casts them, so the program is traced as if it had float32.
+    return jax.make_jaxpr(flat)(
+        [
+            aval.update(dtype=_dtypes.FLOAT32) if _dtypes.narrow(aval.dtype) else aval
+            for aval in avals
+        ]
+    )
+
+
+def run(
+    program: Any, arrays: Sequence[Any], options: Options, scribe: Scribe
+) -> list[Any]:
+    """Runs a traced program under autocast, emitting into the current trace."""
+    values = [Value.of(array) for array in arrays]
+    context = Context(Scope((), options))
+    results = Interpreter().run(program, values, context, scribe)
+    return [result.array for result in results]
+
+
+class _Transformed:
+    """A function under autocast, with its traces."""
+
+    def __init__(self, fn: Callable[..., Any], options: Options, output_dtype: Any):
+        self._fn = fn
+        self._options = options
+        self._output_dtype = output_dtype
+        self._traced: dict[Hashable, Traced] = {}
+        self._rewritten: dict[Hashable, Callable[..., Any]] = {}
+
+    def __call__(self, args: Any, kwargs: Any) -> Any:
+        outer = _regions.current()
+        if outer is not None:
+            with _regions.region(self._options):
+                result = self._fn(*args, **kwargs)
+        elif not self._options.enabled:
+            result = self._fn(*args, **kwargs)
+        else:
+            result = self._rewrite(args, kwargs)
+        return _cast_outputs(result, self._output_dtype)
+
+    def _rewrite(self, args: Any, kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        arrays = [leaf for leaf in leaves if is_array(leaf)]
+        key = _signature(leaves, tree)
+        traced = self._traced.get(key) if key is not None else None
+        if traced is None:
+            traced = trace(self._fn, self._options, args, kwargs)
+            if any(isinstance(c, jax.core.Tracer) for c in traced.program.consts):
+                key = None
+            if key is not None:
+                self._traced[key] = traced
+        if key is None or under_trace() or any(map(_is_tracer, arrays)):
+            results = run(traced.program, arrays, self._options, Scribe())
+        else:
+            results = self._compiled(key, traced, arrays)(*arrays)
+        return traced.rebuild(results)
+
+    def _compiled(
+        self, key: Hashable, traced: Traced, arrays: Sequence[Any]
+    ) -> Callable[..., Any]:
+        """The rewritten program, which eager calls run again without rewriting."""
+        if key not in self._rewritten:
+            rewritten = jax.make_jaxpr(
+                lambda *arrays: run(traced.program, arrays, self._options, Scribe())
+            )(*arrays)
+            self._rewritten[key] = jaxpr_as_fun(rewritten)
+        return self._rewritten[key]
+
+
+def _is_tracer(array: Any) -> bool:
+    return isinstance(array, jax.core.Tracer)
+
+
+def _signature(leaves: Sequence[Any], tree: Any) -> Hashable:
+    """What a trace depends on, or None if it cannot be told."""
+    known = tuple(
+        jax.typeof(leaf) if is_array(leaf) else (type(leaf), leaf) for leaf in leaves
+    )
+    key = (tree, known, trace_context())
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _cast_outputs(result: Any, dtype: Any) -> Any:
+    if dtype is None:
+        return result
+    return jax.tree.map(
+        lambda leaf: (
+            leaf.astype(dtype)
+            if is_array(leaf) and jax.numpy.issubdtype(leaf.dtype, np.floating)
+            else leaf
+        ),
+        result,
+    )
+
+
+class autocast:
+    """Runs a function, or a region of one, in mixed precision.
+
+    As a transform, `autocast(fn)` returns a function that computes what `fn` does with
+    every operation in the dtype that the policy gives it: matmuls and convolutions in
+    16 bits, sensitive operations in float32, the rest in the dtype of their operands.
+    It composes with `jax.jit`, `jax.grad`, `jax.vmap` and the others; differentiate
+    what it returns (`jax.grad(autocast(fn))`) rather than the reverse. Gradients have
+    the dtypes of the parameters.
+
+    `fn` takes and returns any pytrees. It is traced once per signature; leaves that are
+    not arrays are passed to it as they are. Results keep the dtype they were computed
+    in.
+
+    Also a decorator, with or without arguments, and inside a transformed function a
+    context manager for a region:
+
+        with jamp.autocast(enabled=False):
+            ...  # computed as written
+
+    Args:
+      fn: the function. Left out, the call returns a decorator and context manager.
+      device_type: `'gpu'` (or `'cuda'`, `'rocm'`), `'cpu'` or `'tpu'`, which chooses
+        the policy; by default the backend that JAX uses.
+      dtype: `jnp.float16` or `jnp.bfloat16`; by default the policy's: float16 on gpu,
+        bfloat16 on cpu and tpu.
+      enabled: False leaves a function as it is, and a region as written.
+      cache_enabled: whether one cast of a value serves all its uses.
+      policy: a `jamp.Policy` to use instead of the device's own.
+      output_dtype: dtype to which floating results of `fn` are cast; None leaves them.
+
+    Raises:
+      AutocastError: an unknown device type, a dtype that is not 16-bit floating point,
+        or an enabling region outside a function under autocast.
+      AutocastTypeError: `fn` is not callable, or an argument has the wrong type.
+    """
+
+    _arguments: tuple[Any, ...]
+    _output_dtype: Any
+    _entered: threading.local
+
+    def __new__(
+        cls,
+        fn: Any = None,
+        *,
+        device_type: str | None = None,
+        dtype: Any = None,
+        enabled: bool = True,
+        cache_enabled: bool = True,
+        policy: Any = None,
+        output_dtype: Any = None,
+    ) -> Any:
+        self = super().__new__(cls)
+        self._arguments = (device_type, dtype, enabled, cache_enabled, policy)
+        self._output_dtype = output_dtype
+        self._entered = threading.local()
+        # Wrong arguments are reported where they were written.
+        _regions.make_options(*self._arguments)
+        return self if fn is None else self(fn)
+
+    def __call__(self, fn: Any) -> Any:
+        """Transforms a function."""
+        if not callable(fn):
+            raise AutocastTypeError(
+                f"autocast transforms a function, got {type(fn).__name__}; write "
+                "autocast(fn)(x), not autocast(fn(x))"
+            )
+        if isinstance(fn, autocast):
+            raise AutocastTypeError("autocast transforms a function, got an autocast")
+        transformed: dict[Options, _Transformed] = {}
+
+        @functools.wraps(fn)
+        def under_autocast(*args: Any, **kwargs: Any) -> Any:
+            options = _regions.make_options(*self._arguments)
+            if options not in transformed:
+                transformed[options] = _Transformed(fn, options, self._output_dtype)
+            return transformed[options](args, kwargs)
+
+        return under_autocast
+
+    def __enter__(self) -> None:
+        options = _regions.make_options(*self._arguments)
+        stack = ExitStack()
+        if _regions.current() is not None:
+            stack.enter_context(_regions.region(options))
+        elif options.enabled:
+            raise AutocastError(
+                "an autocast region takes effect only inside a function under autocast:"
+                " it cannot rewrite code that nobody traces. Wrap the function, as in "
+                "jamp.autocast(fn)(x) or @jamp.autocast above its def"
+            )
+        if not hasattr(self._entered, "stacks"):
+            self._entered.stacks = []
+        self._entered.stacks.append(stack)
+
+    def __exit__(self, *exception: Any) -> None:
+        self._entered.stacks.pop().__exit__(*exception)
+
+
+def is_autocast_enabled(device_type: str | None = None) -> bool:
+    """Whether code at this point is traced under an enabled autocast.
+
+    Args:
+      device_type: a device type; if given, whether the autocast is for that one.
+    """
+    options = _regions.current()
+    if options is None or not options.enabled:
+        return False
+    return device_type is None or _regions.device_kind(device_type) == (
+        options.device_type
+    )
+
+
+def get_autocast_dtype(device_type: str | None = None) -> _dtypes.DType:
+    """The 16-bit dtype in force at this point, or the default of a device type.
+
+    Args:
+      device_type: a device type; by default that of the autocast in force, else the
+        backend that JAX uses.
+    """
+    options = _regions.current()
+    if options is not None and (
+        device_type is None or _regions.device_kind(device_type) == options.device_type
+    ):
+        return options.dtype
+    return _regions.make_options(
+        _regions.device_kind(device_type), None, True, True, None
+    ).dtype
+
+
+def is_autocast_available(device_type: str) -> bool:
+    """Whether there is a policy for a device type, whatever devices are attached."""
+    try:
+        _regions.device_kind(device_type)
+    except AutocastError:
+        return False
+    return True

@@ -1,0 +1,39 @@
+"""The only importer of jax._src: what no public name of JAX gives."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+# No public name gives the settings (x64, mesh, matmul precision ...) that a trace
+# depends on and that jax.jit itself keys its caches on.
+from jax._src.config import trace_context as _trace_context
+
+# The top-level trace has no public name; jax.core.trace_state_clean is gone.
+from jax._src.core import trace_state_clean as _trace_state_clean
+
+# No public name lists the primitives of the installed JAX; those that can be lowered
+# are the ones that a policy may name.
+from jax._src.interpreters.mlir import _lowerings, _platform_specific_lowerings
+from jax.extend.core import Primitive
+
+# Primitives of other supported releases, which a shared table may name: those of
+# JAX 0.12 that 0.10 lacks.
+_OTHER_RELEASES = frozenset({"log2", "one_minus_square", "polynomial"})
+
+
+def trace_context() -> Hashable:
+    """The configuration that a traced program depends on."""
+    return _trace_context()
+
+
+def under_trace() -> bool:
+    """Whether a JAX transformation is tracing at this moment."""
+    return not _trace_state_clean()
+
+
+def primitive_names() -> frozenset[str]:
+    """Names of all primitives that a supported release of JAX knows how to lower."""
+    known: set[Primitive] = set(_lowerings)
+    for rules in _platform_specific_lowerings.values():
+        known.update(rules)
+    return frozenset(primitive.name for primitive in known) | _OTHER_RELEASES

@@ -1,0 +1,129 @@
+"""Constants of the program: the range of what literals and masks evaluate to.
+
+A literal, and whatever is derived from literals and boolean masks alone, is weak: it
+takes the dtype of the operands beside it. Its range is followed through arithmetic, so
+that a constant which the narrow dtype would destroy can be kept from it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from jamp import _dtypes
+from jamp._dtypes import DType
+
+
+class Interval(NamedTuple):
+    """Bounds of the values that a constant holds."""
+
+    low: float
+    high: float
+
+
+BOOLEAN = Interval(0.0, 1.0)
+
+
+def of_array(value: Any) -> Interval | None:
+    """The range of a literal."""
+    array = np.asarray(value)
+    if array.size == 0 or not _dtypes.eligible(array.dtype):
+        return None
+    wide = array.astype(np.float64)
+    return Interval(float(wide.min()), float(wide.max()))
+
+
+def destroyed(interval: Interval, dtype: DType) -> bool:
+    """Whether rounding to `dtype` makes an infinity of, or zero of, the constant."""
+    bounds = np.array(interval, np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        rounded = bounds.astype(dtype).astype(np.float64)
+    if bool(np.any(np.isfinite(bounds) & ~np.isfinite(rounded))):
+        return True
+    return interval.low == interval.high != 0 and rounded[0] == 0
+
+
+def _span(*values: float) -> Interval | None:
+    if any(math.isnan(value) for value in values):
+        return None
+    return Interval(min(values), max(values))
+
+
+def _products(x: Interval, y: Interval) -> Interval | None:
+    return _span(*(a * b for a in x for b in y))
+
+
+def _divide(x: Interval, y: Interval) -> Interval | None:
+    if y.low <= 0 <= y.high:
+        return None
+    return _span(*(a / b for a in x for b in y))
+
+
+def _union(*xs: Interval) -> Interval | None:
+    return _span(*(bound for x in xs for bound in x))
+
+
+def _absolute(x: Interval) -> Interval | None:
+    low = 0.0 if x.low <= 0 <= x.high else min(map(abs, x))
+    return Interval(low, max(map(abs, x)))
+
+
+_ARITHMETIC: Mapping[str, Callable[..., Interval | None]] = {
+    "add": lambda x, y: _span(x.low + y.low, x.high + y.high),
+    "sub": lambda x, y: _span(x.low - y.high, x.high - y.low),
+    "mul": _products,
+    "div": _divide,
+    "neg": lambda x: Interval(-x.high, -x.low),
+    "abs": _absolute,
+    "max": lambda x, y: Interval(max(x.low, y.low), max(x.high, y.high)),
+    "min": lambda x, y: Interval(min(x.low, y.low), min(x.high, y.high)),
+    "clamp": lambda low, x, high: Interval(
+        min(max(x.low, low.low), high.high), min(max(x.high, low.low), high.high)
+    ),
+    "select_n": _union,
+    "concatenate": _union,
+    "pad": _union,
+    **dict.fromkeys(
+        (
+            "broadcast_in_dim",
+            "broadcast_to",
+            "convert_element_type",
+            "copy",
+            "copy_p",
+            "dynamic_slice",
+            "expand_dims",
+            "name",
+            "reshape",
+            "rev",
+            "slice",
+            "split",
+            "squeeze",
+            "stop_gradient",
+            "tile",
+            "transpose",
+        ),
+        lambda x: x,
+    ),
+}
+
+
+def propagate(eqn: JaxprEqn, operands: list[Interval | None]) -> Interval | None:
+    """The range of an equation's results, if its operands are constants.
+
+    Args:
+      eqn: the equation.
+      operands: ranges of its eligible operands.
+    """
+    name = eqn.primitive.name
+    if name == "iota":
+        size = eqn.params["shape"][eqn.params["dimension"]]
+        return Interval(0.0, float(max(size - 1, 0))) if isinstance(size, int) else None
+    rule = _ARITHMETIC.get(name)
+    if rule is None or not operands or any(x is None for x in operands):
+        return None
+    found = rule(*operands)
+    return None if found is None or math.isnan(found.low + 0 * found.low) else found

@@ -1,0 +1,62 @@
+"""Which dtypes autocast may change, and how they rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+DType = np.dtype[Any]
+
+FLOAT32: DType = np.dtype(np.float32)
+FLOAT16: DType = np.dtype(np.float16)
+BFLOAT16: DType = np.dtype(jnp.bfloat16)
+LOW_DTYPES = (FLOAT16, BFLOAT16)
+
+
+@cache
+def eligible(dtype: Any) -> bool:
+    """Whether autocast may cast values of this dtype.
+
+    Floating point other than float64: float32, both 16-bit types and float8. Complex,
+    integer and boolean values, keys and references never are.
+    """
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        return False
+    return bool(jnp.issubdtype(dtype, jnp.floating)) and np.dtype(dtype).itemsize <= 4
+
+
+def narrow(dtype: Any) -> bool:
+    """Whether values of this dtype may be cast and are narrower than float32."""
+    return eligible(dtype) and dtype.itemsize < 4
+
+
+def is_float64(dtype: Any) -> bool:
+    """Whether a value of this dtype keeps its whole equation as traced."""
+    return dtype in (np.float64, np.complex128)
+
+
+@cache
+def _wider(a: DType, b: DType) -> DType:
+    try:
+        return np.dtype(jnp.promote_types(a, b))
+    except jax.dtypes.TypePromotionError:
+        # Two float8 types, or float8 beside a 16-bit type: float32 holds both.
+        return FLOAT32
+
+
+def widest(dtypes: Iterable[DType]) -> DType:
+    """The narrowest dtype that holds all of the given eligible ones."""
+    first, *rest = dtypes
+    for dtype in rest:
+        first = _wider(first, dtype)
+    return first
+
+
+def narrower_range(dtype: DType, other: DType) -> bool:
+    """Whether `dtype` cannot hold the exponents of `other`."""
+    return bool(jnp.finfo(dtype).maxexp < jnp.finfo(other).maxexp)

@@ -1,0 +1,27 @@
+"""Every error and warning that jamp raises, so that callers can catch one base."""
+
+from __future__ import annotations
+
+
+class JampError(Exception):
+    """Base of all errors raised by jamp."""
+
+
+class AutocastError(JampError, ValueError):
+    """A wrong argument to `jamp.autocast`, or a region that cannot take effect."""
+
+
+class AutocastTypeError(JampError, TypeError):
+    """An argument of the wrong type, such as a non-callable to `jamp.autocast`."""
+
+
+class PolicyError(JampError, ValueError):
+    """A policy that names an unknown key, rule, primitive or function."""
+
+
+class BannedOpError(JampError, RuntimeError):
+    """The program holds an operation that its policy bans as unsafe."""
+
+
+class JampWarning(UserWarning):
+    """Something that jamp could not do and that is worth a look."""

@@ -1,0 +1,124 @@
+"""Functions as policy entries: a dotted name or object, and the code it runs.
+
+A function is recognised by the identity of its unwrapped code object, never by its
+name, so that a user's own `softmax` is not taken for the library's.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+from jamp._errors import PolicyError
+
+
+def code_of(obj: Any) -> CodeType | None:
+    """The code object that runs when `obj` is called, or None if there is none.
+
+    Looks through partials, jit, custom_jvp and every decorator that keeps
+    `__wrapped__`; a class stands for its `__call__` method.
+    """
+    if inspect.isclass(obj):
+        obj = inspect.getattr_static(obj, "__call__", None)
+    while True:
+        if isinstance(obj, functools.partial):
+            obj = obj.func
+        elif hasattr(obj, "__wrapped__"):
+            obj = obj.__wrapped__
+        elif inspect.ismethod(obj):
+            obj = obj.__func__
+        else:
+            break
+    code = getattr(obj, "__code__", None)
+    return code if isinstance(code, CodeType) else None
+
+
+@dataclass(frozen=True)
+class Function:
+    """One function of a policy.
+
+    Attributes:
+      name: dotted name, as shown in reports.
+      code: its code object, if it was given as an object; a dotted name is resolved
+        when its module is imported.
+    """
+
+    name: str
+    code: CodeType | None = None
+
+    @classmethod
+    def of(cls, obj: Any) -> Function:
+        """The entry for a function object or class."""
+        code = code_of(obj)
+        name = f"{getattr(obj, '__module__', '?')}.{getattr(obj, '__qualname__', obj)}"
+        if code is None:
+            raise PolicyError(
+                f"{name} is no Python function or class with a __call__ method, so "
+                "jamp cannot recognise its calls; name the function that it wraps."
+            )
+        return cls(name, code)
+
+    def resolve(self) -> CodeType | None:
+        """The code object, or None while the function's module is not imported.
+
+        Raises:
+          PolicyError: the module is imported and has no such function.
+        """
+        return self.code or _resolve(self.name)
+
+
+def _resolve(name: str) -> CodeType | None:
+    parts = name.split(".")
+    if parts[0] == "jax":
+        _import_jax_module(parts)
+    for cut in range(len(parts) - 1, 0, -1):
+        module = sys.modules.get(".".join(parts[:cut]))
+        if module is None:
+            continue
+        obj: Any = module
+        for part in parts[cut:]:
+            obj = getattr(obj, part, None)
+            if obj is None:
+                missing = cut < len(parts) - 1 and part == parts[cut]
+                if missing and not _is_package_attribute(module, part):
+                    return None
+                raise PolicyError(f"there is no function {name!r}")
+        code = code_of(obj)
+        if code is None:
+            raise PolicyError(f"{name!r} is no Python function or class")
+        return code
+    return None
+
+
+def _import_jax_module(parts: list[str]) -> None:
+    # JAX imports some of its public modules on demand; all of it is there anyway.
+    for cut in range(2, len(parts)):
+        try:
+            importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            return
+
+
+def _is_package_attribute(module: Any, part: str) -> bool:
+    """Whether `part` can only be an attribute, not a module not imported yet."""
+    path = getattr(module, "__path__", None)
+    if path is None:
+        return True
+    return importlib.util.find_spec(f"{module.__name__}.{part}") is None
+
+
+def code_table(functions: Iterable[Function]) -> dict[CodeType, Function]:
+    """Code objects of the functions that can be resolved now."""
+    table = {}
+    for function in functions:
+        code = function.resolve()
+        if code is not None:
+            table[code] = function
+    return table

@@ -1,0 +1,283 @@
+"""The loop over equations: cast operands, bind, record.
+
+Inner programs are left to `jamp._rules`; here stand the order of precedence, the
+occurrences of listed functions, and the emission of one equation.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from types import CodeType
+from typing import Any, NamedTuple
+
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from jamp import _origin
+from jamp._emit import Emitter, Scribe, source_of
+from jamp._errors import BannedOpError, JampWarning
+from jamp._functions import Function
+from jamp._occurrence import run_occurrence
+from jamp._policy import RECIPROCAL, Policy, Rule
+from jamp._records import Record, Ruling
+from jamp._regions import Options, Scope
+from jamp._rules import HANDLERS
+from jamp._rules.plain import run_plain
+from jamp._values import Value
+
+
+class Context(NamedTuple):
+    """What holds around the equations being run.
+
+    Attributes:
+      scope: named scopes and the region.
+      forced: the ruling of the listed function they stand in, if it settles them.
+      inside: listed functions whose own entries no longer count.
+    """
+
+    scope: Scope
+    forced: Ruling | None = None
+    inside: frozenset[Function] = frozenset()
+
+    @property
+    def region(self) -> Options:
+        """The options in force."""
+        region = self.scope.region
+        assert region is not None  # noqa: S101 - the root scope always has one
+        return region
+
+
+class Step(NamedTuple):
+    """An equation with its context, the user's ruling and the call it belongs to."""
+
+    eqn: JaxprEqn
+    scope: Scope
+    user: Ruling | None = None
+    call: _origin.Call | None = None
+    frames: _origin.Frames | None = None
+
+
+class Interpreter:
+    """Runs programs under a policy; one per rewritten program."""
+
+    def __init__(self) -> None:
+        self.cache: dict[Any, Any] = {}
+        self._codes: dict[Policy, Mapping[CodeType, Function]] = {}
+        self._warned = False
+
+    def codes(self, policy: Policy) -> Mapping[CodeType, Function]:
+        """Code objects of the policy's functions."""
+        if policy not in self._codes:
+            self._codes[policy] = policy.function_codes
+        return self._codes[policy]
+
+    def run(
+        self,
+        program: Any,
+        arguments: Sequence[Value],
+        context: Context,
+        scribe: Scribe,
+    ) -> list[Value]:
+        """Runs a closed jaxpr.
+
+        Args:
+          program: the closed jaxpr as traced.
+          arguments: its inputs, in whatever dtypes they have by now.
+          context: what holds around it.
+          scribe: takes the records.
+
+        Returns:
+          Its results, in the dtypes they were computed in.
+        """
+        jaxpr = program.jaxpr
+        env = Environment(jaxpr)
+        env.bind(jaxpr.constvars, [Value.of(const) for const in program.consts])
+        env.bind(jaxpr.invars, arguments)
+        self.run_equations(jaxpr.eqns, 0, env, context, scribe)
+        return [env.read(var) for var in jaxpr.outvars]
+
+    def run_equations(
+        self,
+        eqns: Sequence[JaxprEqn],
+        start: int,
+        env: Environment,
+        context: Context,
+        scribe: Scribe,
+    ) -> None:
+        """Runs equations, the first of which is number `start` of its program."""
+        for steps in self._occurrences(eqns, context):
+            step = steps[0]
+            inner = context._replace(scope=step.scope)
+            if step.call is not None:
+                call_eqns = [step.eqn for step in steps]
+                run_occurrence(
+                    self, step.call.function, call_eqns, start, env, inner, scribe
+                )
+            else:
+                if step.user is not None:
+                    inner = inner._replace(forced=step.user)
+                self.run_equation(step.eqn, env, inner, scribe)
+            start += len(steps)
+
+    def _occurrences(
+        self, eqns: Sequence[JaxprEqn], context: Context
+    ) -> Iterator[list[Step]]:
+        """Groups equations by the call of a listed function that they stand in."""
+        group: list[Step] = []
+        for eqn in eqns:
+            step = self._step(eqn, context)
+            if group and not _continues(group, step):
+                yield group
+                group = []
+            group.append(step)
+            if step.call is None:
+                yield group
+                group = []
+        if group:
+            yield group
+
+    def _step(self, eqn: JaxprEqn, context: Context) -> Step:
+        scope = context.scope.enter(eqn.source_info.name_stack)
+        user = user_ruling(scope)
+        if user is not None or context.forced is not None:
+            return Step(eqn, scope, user)
+        frames = _origin.frames(eqn)
+        if frames is None:
+            self._warn_no_traceback()
+            return Step(eqn, scope)
+        region = scope.region
+        assert region is not None  # noqa: S101 - see Context.region
+        for call in _origin.calls(frames, self.codes(region.policy)):
+            if call.function not in context.inside:
+                return Step(eqn, scope, None, call, frames)
+        return Step(eqn, scope)
+
+    def _warn_no_traceback(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                "the program was traced without tracebacks, so that functions such as "
+                "softmax cannot be recognised in it and only the rules of primitives "
+                "hold; set jax_include_full_tracebacks_in_locations back to its default"
+                " or hand jamp the function, not a jaxpr",
+                JampWarning,
+                stacklevel=2,
+            )
+
+    def run_equation(
+        self, eqn: JaxprEqn, env: Environment, context: Context, scribe: Scribe
+    ) -> None:
+        """Runs one equation under the rule that holds for it."""
+        operands = [env.read(var) for var in eqn.invars]
+        ruling = context.forced or primitive_ruling(eqn, operands, context.region)
+        if ruling.rule is Rule.BANNED:
+            raise banned(eqn, ruling)
+        record = Record(eqn, ruling, context.scope.names)
+        scribe.entries.append(record)
+        emitter = Emitter(record, context.region, scribe)
+        handler = HANDLERS.get(eqn.primitive.name, run_plain)
+        with source_of(eqn):
+            results = handler(self, eqn, operands, context, emitter)
+        record.results = tuple(getattr(v.aval, "dtype", None) for v in results)
+        env.bind(eqn.outvars, results)
+
+
+class Environment:
+    """Values of a program's variables."""
+
+    def __init__(self, jaxpr: Any) -> None:
+        self._values: dict[Var, Value] = {}
+        self._overlay: Mapping[Var, Value] = {}
+        self._last_use: dict[Var, int] = {}
+        for index, eqn in enumerate(jaxpr.eqns):
+            for var in eqn.invars:
+                if not isinstance(var, Literal):
+                    self._last_use[var] = index
+        for var in jaxpr.outvars:
+            if not isinstance(var, Literal):
+                self._last_use[var] = len(jaxpr.eqns)
+
+    def read(self, var: Any) -> Value:
+        """The value of a variable or literal."""
+        if isinstance(var, Literal):
+            return Value.literal(var)
+        return self._overlay.get(var) or self._values[var]
+
+    def overlay(self, values: Mapping[Var, Value]) -> Environment:
+        """A view in which some variables read otherwise; it binds into this one."""
+        view = copy.copy(self)
+        view._overlay = {**self._overlay, **values}
+        return view
+
+    def bind(self, variables: Sequence[Any], values: Sequence[Value]) -> None:
+        """Gives values to variables."""
+        for var, value in zip(variables, values, strict=True):
+            self._values[var] = value
+
+    def used_from(self, var: Any, index: int) -> bool:
+        """Whether equation `index` or a later one, or the caller, reads a variable."""
+        return self._last_use.get(var, -1) >= index
+
+
+def user_ruling(scope: Scope) -> Ruling | None:
+    """The rule that a region or scope of the user's sets, which beats all others."""
+    region = scope.region
+    assert region is not None  # noqa: S101 - see Context.region
+    if not region.enabled:
+        return Ruling(Rule.AS_TRACED, "region with enabled=False")
+    if region.policy.scopes:
+        found = region.policy.scope_rule(scope.names)
+        if found is not None:
+            source = f"scope {found[0]!r} in {region.policy.name}"
+            return Ruling(found[1], source)
+    return None
+
+
+def primitive_ruling(
+    eqn: JaxprEqn, operands: Sequence[Value], region: Options
+) -> Ruling:
+    """The rule of an equation's primitive."""
+    policy = region.policy
+    name = eqn.primitive.name
+    rules = policy.primitive_rules
+    if name == "div" and operands[0].weak and not operands[1].weak:
+        name = RECIPROCAL if RECIPROCAL in rules else name
+    _check_unsafe(eqn, operands, policy)
+    rule = rules.get(name)
+    if rule is None:
+        return Ruling(Rule.AS_TRACED, f"{name} is unknown to {policy.name}")
+    return Ruling(rule, f"{name} in {policy.name}")
+
+
+def _check_unsafe(eqn: JaxprEqn, operands: Sequence[Value], policy: Policy) -> None:
+    for unsafe in policy.unsafe:
+        if eqn.primitive.name in unsafe.primitives and any(
+            operand.traits.rounded == unsafe.dtype for operand in operands
+        ):
+            raise BannedOpError(
+                f"{_origin.location(eqn) or 'unknown location'}: {eqn.primitive.name} "
+                f"of a probability that was rounded to {unsafe.dtype.name} is unsafe: "
+                f"{unsafe.advice}"
+            )
+
+
+def banned(eqn: JaxprEqn, ruling: Ruling) -> BannedOpError:
+    """The error for an operation that a policy bans."""
+    where = _origin.location(eqn) or "unknown location"
+    what = ruling.function.name if ruling.function else eqn.primitive.name
+    return BannedOpError(
+        f"{where}: {what} is banned ({ruling.source}); compute it in a region with "
+        "jamp.autocast(enabled=False), or write it in a way that the policy allows"
+    )
+
+
+def _continues(group: Sequence[Step], step: Step) -> bool:
+    """Whether an equation belongs to the call that a group of equations stands in."""
+    first = group[0]
+    if step.call is None or first.call is None or step.call.key != first.call.key:
+        return False
+    if step.scope is not first.scope and step.scope != first.scope:
+        return False
+    # The same instruction again: the call was made anew, as in a Python loop.
+    return step.frames != first.frames

@@ -1,0 +1,193 @@
+"""Calls of listed functions: what enters, what is computed inside, what leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
+
+from jamp import _dtypes
+from jamp._dtypes import FLOAT32, DType
+from jamp._emit import Emitter, Scribe, source_of
+from jamp._functions import Function
+from jamp._policy import Rule
+from jamp._records import MATMULS, Record, Ruling, originals
+from jamp._rules.matmul import explicit_precision
+from jamp._values import Value
+
+if TYPE_CHECKING:
+    from jamp._interpret import Context, Environment, Interpreter
+
+# Inside a call, these rules settle every equation.
+_FORCED = {
+    Rule.FLOAT32: Rule.FLOAT32,
+    Rule.INTERNAL_FLOAT32: Rule.FLOAT32,
+    Rule.PROMOTE: Rule.PROMOTE,
+    Rule.AS_TRACED: Rule.AS_TRACED,
+    Rule.BANNED: Rule.BANNED,
+}
+
+
+def run_occurrence(
+    interpreter: Interpreter,
+    function: Function,
+    eqns: Sequence[JaxprEqn],
+    start: int,
+    env: Environment,
+    context: Context,
+    scribe: Scribe,
+) -> None:
+    """Runs the equations of one call of a listed function.
+
+    Args:
+      interpreter: runs the equations.
+      function: the policy's entry.
+      eqns: the equations.
+      start: the number of the first of them in their program.
+      env: values of the program.
+      context: what holds around the call.
+      scribe: takes the records.
+    """
+    region = context.region
+    rule = region.policy.function_rules[function]
+    ruling = Ruling(rule, f"{function.name} in {region.policy.name}", function)
+    inner = context._replace(inside=context.inside | {function})
+    entering = _entering(eqns, env)
+    first = len(scribe.entries)
+    if rule is Rule.LOWER:
+        if any(map(_has_explicit_precision, eqns)):
+            interpreter.run_equations(eqns, start, env, inner, scribe)
+            return
+        enter = Emitter(Record(eqns[0], ruling, context.scope.names), region, scribe)
+        with source_of(eqns[0]):
+            lowered = {
+                var: enter.converted(value, region.dtype)
+                for var, value in entering.items()
+            }
+        interpreter.run_equations(eqns, start, env.overlay(lowered), inner, scribe)
+        casts = enter.record.casts
+    else:
+        casts = []
+        inner = inner._replace(forced=ruling._replace(rule=_FORCED[rule]))
+        for eqn in eqns:
+            interpreter.run_equation(eqn, env, inner, scribe)
+    entries = scribe.entries[first:]
+    for record in originals(entries):
+        if rule is not Rule.LOWER or record.ruling.function is None:
+            record.ruling = ruling
+    # Records of inner programs serve all their calls; these are of this call alone.
+    records = [entry for entry in entries if isinstance(entry, Record)]
+    records[0].casts[:0] = casts
+    leave = Emitter(records[-1], region, scribe)
+    _settle(ruling, eqns, start + len(eqns), entering, env, leave)
+
+
+def _entering(eqns: Sequence[JaxprEqn], env: Environment) -> dict[Any, Value]:
+    """Eligible values that enter a call, constants left out."""
+    made = {var for eqn in eqns for var in eqn.outvars}
+    found: dict[Any, Value] = {}
+    for eqn in eqns:
+        for var in eqn.invars:
+            if isinstance(var, Literal) or var in made or var in found:
+                continue
+            value = env.read(var)
+            if value.eligible and not value.weak:
+                found[var] = value
+    return found
+
+
+def _settle(
+    ruling: Ruling,
+    eqns: Sequence[JaxprEqn],
+    stop: int,
+    entering: dict[Any, Value],
+    env: Environment,
+    emitter: Emitter,
+) -> None:
+    """Brings what leaves a call to the dtype that its rule promises."""
+    sources = _sources(eqns, entering)
+    policy = emitter.region.policy
+    probability = any(
+        ruling.source.startswith(f"{name} ") for u in policy.unsafe for name in u.of
+    )
+    for eqn in eqns:
+        for var in eqn.outvars:
+            if not env.used_from(var, stop):
+                continue
+            value = env.read(var)
+            if not value.eligible or value.weak:
+                continue
+            dtype = _leaving_dtype(
+                ruling.rule,
+                var,
+                value,
+                entering,
+                sources.get(var, frozenset()),
+                emitter.region.dtype,
+            )
+            with source_of(eqn):
+                settled = emitter.converted(value, dtype)
+            if probability:
+                rounded = dtype if dtype in _dtypes.LOW_DTYPES else None
+                settled.traits = settled.traits._replace(
+                    probability=True, rounded=rounded
+                )
+            env.bind([var], [settled])
+
+
+def _sources(
+    eqns: Sequence[JaxprEqn], entering: dict[Any, Value]
+) -> dict[Any, frozenset[Any]]:
+    """Which entering values each value of a call is computed from."""
+    sources: dict[Any, frozenset[Any]] = {var: frozenset([var]) for var in entering}
+    for eqn in eqns:
+        union: frozenset[Any] = frozenset().union(
+            *(
+                sources.get(var, frozenset())
+                for var in eqn.invars
+                if not isinstance(var, Literal)
+            )
+        )
+        sources.update(dict.fromkeys(eqn.outvars, union))
+    return sources
+
+
+def _leaving_dtype(
+    rule: Rule,
+    var: Any,
+    value: Value,
+    entering: dict[Any, Value],
+    sources: frozenset[Any],
+    low: DType,
+) -> DType:
+    """The dtype in which a value leaves a call."""
+    if rule is Rule.LOWER:
+        return low
+    if rule not in (Rule.FLOAT32, Rule.INTERNAL_FLOAT32) or not entering:
+        return value.dtype
+    traced = var.aval.dtype
+    came_in = _dtypes.widest(v.aval.dtype for v in entering)
+    if traced != came_in and _dtypes.eligible(traced):
+        # The user named a dtype, as in softmax(x, dtype=...).
+        return traced  # type: ignore[no-any-return]
+    if rule is Rule.FLOAT32:
+        return FLOAT32
+    rank = max(v.ndim for v in entering.values())
+    for source in sources:
+        state = entering[source]
+        same = state.ndim < rank and state.aval.shape == value.aval.shape
+        if same and state.dtype == FLOAT32:
+            # Running statistics and the like are state, and keep their float32.
+            return FLOAT32
+    return _dtypes.widest(v.dtype for v in entering.values() if v.ndim == rank)
+
+
+def _has_explicit_precision(eqn: JaxprEqn) -> bool:
+    if eqn.primitive.name in MATMULS:
+        return explicit_precision(eqn)
+    return any(
+        _has_explicit_precision(inner)
+        for program in jaxprs_in_params(eqn.params)
+        for inner in program.eqns
+    )

@@ -1,0 +1,100 @@
+"""Where an equation came from: a listed function, and the user's line.
+
+Every equation remembers the Python frames that emitted it. Consecutive equations of one
+call of a listed function form one occurrence, which its policy rules as a whole.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+from jax.extend.core import JaxprEqn
+
+from jamp._functions import Function
+
+Frames = tuple[Sequence[CodeType], Sequence[int]]
+
+
+def frames(eqn: JaxprEqn) -> Frames | None:
+    """Code objects and instruction offsets of an equation's frames, innermost first."""
+    traceback: Any = eqn.source_info.traceback
+    if traceback is None:
+        return None
+    codes, offsets = traceback.raw_frames()
+    return codes, offsets
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a listed function.
+
+    Attributes:
+      function: the policy's entry.
+      key: identifies the call by the frames that led to it.
+    """
+
+    function: Function
+    key: tuple[Any, ...]
+
+
+def calls(found: Frames, codes: Mapping[CodeType, Function]) -> list[Call]:
+    """Calls of listed functions that these frames show, outermost first."""
+    frame_codes, offsets = found
+    result = []
+    for index in range(len(frame_codes) - 1, -1, -1):
+        function = codes.get(frame_codes[index])
+        if function is not None:
+            outer = index + 1
+            key = (frame_codes[index], frame_codes[outer:], offsets[outer:])
+            result.append(Call(function, key))
+    return result
+
+
+@dataclass(frozen=True)
+class Location:
+    """A place in a source file."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} ({self.function})"
+
+
+_STDLIB = sysconfig.get_paths()["stdlib"]
+_JAMP = str(Path(__file__).parent)
+
+
+@lru_cache(maxsize=4096)
+def _is_users(filename: str) -> bool:
+    return not (
+        "site-packages" in filename
+        or "dist-packages" in filename
+        or filename.startswith((_STDLIB, _JAMP, "<frozen"))
+    )
+
+
+def location(eqn: JaxprEqn) -> Location | None:
+    """The innermost line of the user's own code that led to an equation."""
+    found = frames(eqn)
+    if found is None:
+        return None
+    for code, offset in zip(*found, strict=True):
+        if _is_users(code.co_filename):
+            line = _line(code, offset)
+            return Location(code.co_filename, line, code.co_name)
+    return None
+
+
+def _line(code: CodeType, offset: int) -> int:
+    for start, end, line in code.co_lines():
+        if start <= offset < end and line is not None:
+            return line
+    return code.co_firstlineno

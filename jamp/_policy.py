@@ -1,0 +1,277 @@
+"""Policies: which rule holds for which primitive, function and scope."""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+from jax.extend.core import Primitive
+
+from jamp import _dtypes
+from jamp._compat import primitive_names
+from jamp._dtypes import DType
+from jamp._errors import PolicyError
+from jamp._functions import Function, code_table
+
+
+class Rule(enum.Enum):
+    """What happens to one equation."""
+
+    LOWER = "lower"
+    FLOAT32 = "float32"
+    INTERNAL_FLOAT32 = "internal_float32"
+    PROMOTE = "promote"
+    AS_TRACED = "as_traced"
+    BANNED = "banned"
+
+
+RULE_NAMES = tuple(rule.value for rule in Rule)
+
+# `c / x` has no primitive of its own; torch routes it through reciprocal.
+RECIPROCAL = "reciprocal"
+
+
+@dataclass(frozen=True)
+class Unsafe:
+    """Primitives that must not read a rounded result of certain others.
+
+    Attributes:
+      primitives: names of the reading primitives, such as `log`.
+      of: names of primitives and functions whose result is a probability.
+      dtype: the dtype whose rounding makes the reading unsafe.
+      advice: what to write instead.
+    """
+
+    primitives: tuple[str, ...]
+    of: tuple[str, ...]
+    dtype: DType
+    advice: str
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A set of rules: data, hashable and comparable.
+
+    Build one with `Policy.load`, then derive others with `with_rules` and `scoped`.
+
+    Attributes:
+      name: what reports call it.
+      dtype: the 16-bit dtype that `jamp.autocast` uses unless told otherwise.
+      primitives: (primitive name, rule) pairs.
+      functions: (function, rule) pairs.
+      scopes: (pattern, rule) pairs; the last that matches wins.
+      unsafe: combinations of operations that raise.
+    """
+
+    name: str
+    dtype: DType
+    primitives: tuple[tuple[str, Rule], ...] = ()
+    functions: tuple[tuple[Function, Rule], ...] = ()
+    scopes: tuple[tuple[str, Rule], ...] = ()
+    unsafe: tuple[Unsafe, ...] = ()
+
+    @classmethod
+    def load(cls, source: str | Path) -> Policy:
+        """Loads a policy table.
+
+        Args:
+          source: `'gpu'`, `'cpu'` or `'tpu'`, or the path of a TOML file.
+
+        Returns:
+          The policy.
+
+        Raises:
+          PolicyError: the file cannot be read, or has an unknown key, rule, primitive
+            or function; the message names the file and the key.
+        """
+        from jamp._policy_toml import load
+
+        return load(source)
+
+    def with_rules(self, **rules: Iterable[Any]) -> Policy:
+        """Returns a policy in which the given entries have new rules.
+
+        Args:
+          **rules: for each rule (`lower`, `float32`, `internal_float32`, `promote`,
+            `as_traced`, `banned`) a list of primitives, function objects, or names: a
+            dotted name is a function, one without a dot a primitive.
+
+        Raises:
+          PolicyError: an unknown rule, primitive or function, or one entry given twice.
+        """
+        primitives: dict[str, Rule] = {}
+        functions: dict[Function, Rule] = {}
+        for name, entries in rules.items():
+            rule = to_rule(name)
+            if isinstance(entries, str):
+                raise PolicyError(f"{name}={entries!r}: give a list of entries")
+            for entry in entries:
+                key = _entry(entry)
+                table: dict[Any, Rule] = (
+                    primitives if isinstance(key, str) else functions
+                )
+                if table.setdefault(key, rule) is not rule:
+                    raise PolicyError(f"{_label(key)} is given two rules")
+        merged = {**dict(self.functions), **functions}
+        for function in functions:
+            function.resolve()
+        return replace(
+            self,
+            name=_derived(self.name),
+            primitives=tuple(sorted({**dict(self.primitives), **primitives}.items())),
+            functions=tuple(merged.items()),
+        )
+
+    def scoped(self, pattern: str, rule: str) -> Policy:
+        """Returns a policy with a rule for every operation in some named scopes.
+
+        Args:
+          pattern: a pattern over the name stack, which Flax fills with module paths:
+            `*` stands for any part of one name, `**` for any number of names, as in
+            `'**/lm_head'` or `'encoder/block_*/attention'`. What lies inside a scope
+            that matches has the rule too.
+          rule: the name of a rule.
+        """
+        _pattern(pattern)
+        return replace(
+            self,
+            name=_derived(self.name),
+            scopes=(*self.scopes, (pattern, to_rule(rule))),
+        )
+
+    def rule(
+        self,
+        primitive: str | Primitive | None = None,
+        *,
+        function: Any = None,
+        scope: str | tuple[str, ...] = (),
+    ) -> Rule | None:
+        """The rule that this policy gives to an operation.
+
+        Args:
+          primitive: a primitive or its name.
+          function: the function, or its dotted name, in which it stands.
+          scope: the scopes in which it stands, outermost first, or joined by `/`.
+
+        Returns:
+          The rule of the scope, else of the function, else of the primitive, or None
+          if the policy knows none of them.
+        """
+        names = tuple(scope.split("/")) if isinstance(scope, str) else scope
+        found = self.scope_rule(names)
+        if found is not None:
+            return found[1]
+        if function is not None:
+            key = _entry(function)
+            code = key.resolve() if isinstance(key, Function) else None
+            if code in self.function_codes:
+                return self.function_rules[self.function_codes[code]]
+        name = primitive.name if isinstance(primitive, Primitive) else primitive
+        return self.primitive_rules.get(name) if name else None
+
+    def scope_rule(self, names: tuple[str, ...]) -> tuple[str, Rule] | None:
+        """The last (pattern, rule) whose pattern matches these scopes, if any."""
+        for pattern, rule in reversed(self.scopes):
+            if _pattern(pattern).fullmatch("".join(f"{name}/" for name in names)):
+                return pattern, rule
+        return None
+
+    @cached_property
+    def primitive_rules(self) -> Mapping[str, Rule]:
+        """Rules by primitive name."""
+        return dict(self.primitives)
+
+    @cached_property
+    def function_rules(self) -> Mapping[Function, Rule]:
+        """Rules by function."""
+        return dict(self.functions)
+
+    @property
+    def function_codes(self) -> Mapping[CodeType, Function]:
+        """The functions whose modules are imported by now, by code object."""
+        return code_table(function for function, _ in self.functions)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(
+            (self.name, self.dtype, self.primitives, self.functions, self.scopes)
+        )
+
+    def __str__(self) -> str:
+        lines = [f"policy {self.name}, dtype {self.dtype.name}"]
+        for rule in Rule:
+            names = sorted(name for name, r in self.primitives if r is rule)
+            functions = sorted(f.name for f, r in self.functions if r is rule)
+            scopes = [pattern for pattern, r in self.scopes if r is rule]
+            if names or functions or scopes:
+                lines.append(rule.value)
+            for kind, items in (
+                ("primitives", names),
+                ("functions", functions),
+                ("scopes", scopes),
+            ):
+                if items:
+                    lines.append(f"  {kind}: {', '.join(items)}")
+        return "\n".join(lines)
+
+
+def to_rule(name: str) -> Rule:
+    """The rule of this name, or a PolicyError that lists the names there are."""
+    if name not in RULE_NAMES:
+        raise PolicyError(f"unknown rule {name!r}; rules are {', '.join(RULE_NAMES)}")
+    return Rule(name)
+
+
+def check_primitive(name: str) -> str:
+    """Returns the name of a primitive of JAX, or raises a PolicyError."""
+    if name != RECIPROCAL and name not in primitive_names():
+        raise PolicyError(f"unknown primitive {name!r}")
+    return name
+
+
+def to_dtype(value: Any) -> DType:
+    """A 16-bit dtype, or a PolicyError."""
+    for dtype in _dtypes.LOW_DTYPES:
+        if value == dtype.name:
+            return dtype
+    raise PolicyError(f"dtype must be 'float16' or 'bfloat16', got {value!r}")
+
+
+def _entry(entry: Any) -> str | Function:
+    if isinstance(entry, Primitive):
+        return entry.name
+    if isinstance(entry, Function):
+        return entry
+    if isinstance(entry, str):
+        return Function(entry) if "." in entry else check_primitive(entry)
+    return Function.of(entry)
+
+
+def _label(key: str | Function) -> str:
+    return key if isinstance(key, str) else key.name
+
+
+def _derived(name: str) -> str:
+    return name if name.endswith("*") else f"{name}*"
+
+
+@lru_cache(maxsize=1024)
+def _pattern(pattern: str) -> re.Pattern[str]:
+    if not pattern or not isinstance(pattern, str):
+        raise PolicyError(f"a scope pattern is a non-empty string, got {pattern!r}")
+    regex = ""
+    for part in pattern.split("/"):
+        if part == "**":
+            regex += "(?:[^/]+/)*"
+        else:
+            regex += "[^/]*".join(re.escape(piece) for piece in part.split("*")) + "/"
+    return re.compile(regex + ".*")

@@ -1,0 +1,165 @@
+"""Loads and validates policy tables."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jamp._errors import PolicyError
+from jamp._functions import Function
+from jamp._policy import (
+    RULE_NAMES,
+    Policy,
+    Rule,
+    Unsafe,
+    check_primitive,
+    to_dtype,
+    to_rule,
+)
+
+BUILTIN = ("gpu", "cpu", "tpu")
+_TOP_KEYS = ("name", "dtype", "extends", "unsafe", *RULE_NAMES)
+_UNSAFE_KEYS = ("primitives", "of", "dtype", "advice")
+
+
+def load(source: str | Path) -> Policy:
+    """Loads a built-in policy by name or a TOML file by path; see `Policy.load`."""
+    if str(source) in BUILTIN:
+        return _load_builtin(str(source))
+    path = Path(source)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise PolicyError(
+            f"cannot read policy {str(source)!r}: give one of {', '.join(BUILTIN)} or "
+            f"the path of a TOML file ({error.strerror})"
+        ) from error
+    return _parse(text, str(path))
+
+
+@cache
+def _load_builtin(name: str) -> Policy:
+    resource = files("jamp").joinpath("policies", f"{name}.toml")
+    return _parse(resource.read_text(encoding="utf-8"), f"{name}.toml")
+
+
+def _parse(text: str, file: str) -> Policy:
+    with _located(file):
+        try:
+            table = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise PolicyError(f"not valid TOML: {error}") from error
+        _check_keys(table, _TOP_KEYS, "")
+        base = _base(table.get("extends"))
+    primitives = dict(base.primitives) if base else {}
+    functions = dict(base.functions) if base else {}
+    seen: dict[str | Function, str] = {}
+    for name in RULE_NAMES:
+        for key, entry in _entries(table.get(name, {}), name, file):
+            if entry in seen:
+                with _located(file, key):
+                    raise PolicyError(f"{entry!r} is listed under {seen[entry]} too")
+            seen[entry] = key
+            rules: dict[Any, Rule] = primitives if isinstance(entry, str) else functions
+            rules[entry] = to_rule(name)
+    with _located(file, "dtype"):
+        dtype = base.dtype if base and "dtype" not in table else None
+        dtype = dtype or to_dtype(table.get("dtype"))
+    return Policy(
+        name=table.get("name", Path(file).stem),
+        dtype=dtype,
+        primitives=tuple(sorted(primitives.items())),
+        functions=tuple(functions.items()),
+        unsafe=_unsafe(table["unsafe"], file)
+        if "unsafe" in table
+        else (base.unsafe if base else ()),
+    )
+
+
+def _base(extends: Any) -> Policy | None:
+    if extends is None:
+        return None
+    if extends not in (*BUILTIN, "base"):
+        raise PolicyError(f"extends: there is no policy {extends!r}")
+    return _load_builtin(extends)
+
+
+def _entries(group: Any, rule: str, file: str) -> Iterator[tuple[str, str | Function]]:
+    with _located(file, rule):
+        if not isinstance(group, dict):
+            raise PolicyError("must be a table with 'primitives' and 'functions'")
+        _check_keys(group, ("primitives", "functions"), rule)
+    for kind, names in group.items():
+        key = f"{rule}.{kind}"
+        for name in _strings(names, file, key):
+            with _located(file, key):
+                if kind == "primitives":
+                    yield key, check_primitive(name)
+                else:
+                    function = Function(name)
+                    if "." not in name:
+                        raise PolicyError(f"{name!r} is not a dotted name")
+                    function.resolve()
+                    yield key, function
+
+
+def _unsafe(groups: Any, file: str) -> tuple[Unsafe, ...]:
+    found = []
+    for group in groups:
+        with _located(file, "unsafe"):
+            _check_keys(group, _UNSAFE_KEYS, "unsafe")
+            for key in _UNSAFE_KEYS:
+                if key not in group:
+                    raise PolicyError(f"{key!r} is missing")
+            primitives = _strings(group["primitives"], file, "unsafe.primitives")
+            of = _strings(group["of"], file, "unsafe.of")
+            for name in (*primitives, *of):
+                if "." in name:
+                    Function(name).resolve()
+                else:
+                    check_primitive(name)
+            found.append(
+                Unsafe(
+                    primitives=primitives,
+                    of=of,
+                    dtype=to_dtype(group["dtype"]),
+                    advice=group["advice"],
+                )
+            )
+    return tuple(found)
+
+
+def _strings(names: Any, file: str, key: str) -> tuple[str, ...]:
+    if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
+        with _located(file, key):
+            raise PolicyError(f"must be a list of strings, got {names!r}")
+    return tuple(names)
+
+
+def _check_keys(table: dict[str, Any], known: tuple[str, ...], where: str) -> None:
+    for key in table:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            inside = f" in [{where}]" if where else ""
+            raise PolicyError(
+                f"unknown key {key!r}{inside}{hint} (keys are {', '.join(known)})"
+            )
+
+
+@contextmanager
+def _located(file: str, key: str = "") -> Iterator[None]:
+    try:
+        yield
+    except PolicyError as error:
+        message = str(error)
+        if message.startswith(file):
+            raise
+        where = f"{file}: {key}" if key else file
+        raise PolicyError(f"{where}: {message}") from error.__cause__

@@ -1,0 +1,131 @@
+"""Decision records: what was decided for each equation, and why.
+
+Reports, errors and tests read these; nothing else derives them again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from jax.extend.core import JaxprEqn
+
+from jamp import _dtypes
+from jamp._dtypes import DType
+from jamp._functions import Function
+from jamp._origin import Location, location
+from jamp._policy import Rule
+
+MATMULS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
+
+
+class Ruling(NamedTuple):
+    """A rule, and where it came from in words."""
+
+    rule: Rule
+    source: str
+    function: Function | None = None
+
+
+class Cast(NamedTuple):
+    """One conversion that autocast inserted."""
+
+    source: DType
+    target: DType
+    shape: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Record:
+    """What was decided for one equation.
+
+    Attributes:
+      eqn: the equation as traced.
+      ruling: the rule that held, and where it came from.
+      scope: the user's named scopes around it, outermost first.
+      operands: dtypes of its operands as computed.
+      results: dtypes of its results.
+      casts: conversions inserted for it.
+      caller: the call of the inner program that holds it, if it is in one.
+    """
+
+    eqn: JaxprEqn
+    ruling: Ruling
+    scope: tuple[str, ...]
+    operands: tuple[Any, ...] = ()
+    results: tuple[Any, ...] = ()
+    casts: list[Cast] = field(default_factory=list)
+    caller: JaxprEqn | None = None
+
+    @property
+    def primitive(self) -> str:
+        """Name of the primitive."""
+        return self.eqn.primitive.name
+
+    @property
+    def location(self) -> Location | None:
+        """The user's line that led to the equation."""
+        found = location(self.eqn)
+        if found is None and self.caller is not None:
+            return location(self.caller)
+        return found
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations, counted for matmuls and convolutions only."""
+        return flops(self.eqn) if self.primitive in MATMULS else 0.0
+
+    @property
+    def low(self) -> bool:
+        """Whether it computes on 16-bit operands."""
+        floats = [d for d in self.operands if d is not None and _dtypes.eligible(d)]
+        return bool(floats) and all(d in _dtypes.LOW_DTYPES for d in floats)
+
+
+@dataclass(slots=True)
+class Group:
+    """Records of an inner program, which stands in the outer one as one equation."""
+
+    eqn: JaxprEqn
+    entries: list[Record | Group]
+
+
+Entry = Record | Group
+
+
+def originals(entries: list[Entry]) -> Iterator[Record]:
+    """The records themselves; those of inner programs serve every call of them."""
+    for entry in entries:
+        if isinstance(entry, Group):
+            yield from originals(entry.entries)
+        else:
+            yield entry
+
+
+def flatten(entries: list[Entry], caller: JaxprEqn | None = None) -> Iterator[Record]:
+    """Copies of all records, in program order, each with its caller."""
+    for entry in entries:
+        if isinstance(entry, Record):
+            yield replace(entry, caller=caller)
+        elif location(entry.eqn) is None and caller is not None:
+            yield from flatten(entry.entries, caller)
+        else:
+            yield from flatten(entry.entries, entry.eqn)
+
+
+def flops(eqn: JaxprEqn) -> float:
+    """Multiply-adds counted twice, of a matmul or convolution."""
+    shapes = [getattr(v.aval, "shape", ()) for v in (*eqn.invars, *eqn.outvars)]
+    if any(not isinstance(size, int) for shape in shapes for size in shape):
+        return 0.0
+    size = math.prod(eqn.outvars[0].aval.shape)
+    if eqn.primitive.name == "dot_general":
+        (contracting, _), _ = eqn.params["dimension_numbers"]
+        return 2.0 * size * math.prod(shapes[0][d] for d in contracting)
+    if eqn.primitive.name == "conv_general_dilated":
+        kernel = eqn.params["dimension_numbers"].rhs_spec
+        return 2.0 * size * math.prod(shapes[1][d] for d in kernel[1:])
+    # ragged_dot: every row of the left operand meets one of the matrices.
+    return 2.0 * size * shapes[0][-1]

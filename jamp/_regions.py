@@ -1,0 +1,155 @@
+"""Regions: which autocast is in force where, while tracing and in a traced program.
+
+While a program is traced, the options in force live in a context that jit keys its
+caches on. In the traced program a region is a named scope, which survives jit,
+differentiation, vmap and every other transformation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+import jax
+
+from jamp import _dtypes
+from jamp._dtypes import DType
+from jamp._errors import AutocastError, AutocastTypeError
+from jamp._policy import Policy
+
+_PREFIX = "jamp.autocast:"
+_DEVICES = {"gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "cpu": "cpu", "tpu": "tpu"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What one autocast was asked for, with the defaults filled in."""
+
+    policy: Policy
+    dtype: DType
+    device_type: str
+    enabled: bool = True
+    cache_enabled: bool = True
+
+
+def device_kind(device_type: Any) -> str:
+    """The policy's name for a device type, or an error that lists the known ones."""
+    if device_type is None:
+        device_type = jax.default_backend()
+    if not isinstance(device_type, str):
+        raise AutocastTypeError(
+            f"device_type must be a str such as 'gpu', got {type(device_type).__name__}"
+        )
+    if device_type not in _DEVICES:
+        raise AutocastError(
+            f"unknown device_type {device_type!r}; known are {', '.join(_DEVICES)}"
+        )
+    return _DEVICES[device_type]
+
+
+def make_options(
+    device_type: Any, dtype: Any, enabled: bool, cache_enabled: bool, policy: Any
+) -> Options:
+    """Checks the arguments of `jamp.autocast` and fills in its defaults."""
+    outer = current()
+    if policy is None and device_type is None and outer is not None:
+        policy, kind = outer.policy, outer.device_type
+    else:
+        kind = device_kind(device_type)
+    if policy is None:
+        policy = Policy.load(kind)
+    elif not isinstance(policy, Policy):
+        raise AutocastTypeError(
+            "policy must be a jamp.Policy (Policy.load reads names and files), got "
+            f"{type(policy).__name__}"
+        )
+    return Options(
+        policy=policy,
+        dtype=policy.dtype if dtype is None else _low_dtype(dtype),
+        device_type=kind,
+        enabled=bool(enabled),
+        cache_enabled=bool(cache_enabled),
+    )
+
+
+def _low_dtype(dtype: Any) -> DType:
+    try:
+        found = jax.dtypes.canonicalize_dtype(dtype)
+    except TypeError as error:
+        raise AutocastTypeError(f"dtype is no dtype: {dtype!r}") from error
+    if found not in _dtypes.LOW_DTYPES:
+        raise AutocastError(
+            f"dtype must be float16 or bfloat16, got {found}; leave it out for the "
+            "policy's own, or use enabled=False to compute as written"
+        )
+    return found
+
+
+_context = jax.make_user_context(None)
+
+
+def current() -> Options | None:
+    """The options in force where the program is being traced, if any."""
+    return _context.value  # type: ignore[no-any-return]
+
+
+@contextmanager
+def tracing(options: Options | None) -> Iterator[None]:
+    """Puts options in force while a program is traced."""
+    with _context(options):
+        yield
+
+
+@contextmanager
+def region(options: Options) -> Iterator[None]:
+    """Marks what is traced inside as governed by these options."""
+    with tracing(options), jax.named_scope(_register(options)):
+        yield
+
+
+_registered: dict[str, Options] = {}
+
+
+@cache
+def _register(options: Options) -> str:
+    digest = hashlib.sha256(repr(options).encode()).hexdigest()[:12]
+    kind = options.dtype.name if options.enabled else "disabled"
+    name = f"{_PREFIX}{kind}:{digest}"
+    _registered[name] = options
+    return name
+
+
+@dataclass(frozen=True)
+class Scope:
+    """The named scopes that an equation stands in.
+
+    Attributes:
+      names: the user's scope names, outermost first, without jamp's marks.
+      region: the options of the innermost region, if any.
+    """
+
+    names: tuple[str, ...] = ()
+    region: Options | None = None
+
+    def enter(self, name_stack: Any) -> Scope:
+        """The scope of an equation with this name stack inside this scope."""
+        return _enter(self, name_stack.stack) if name_stack.stack else self
+
+
+@lru_cache(maxsize=65536)
+def _enter(outer: Scope, stack: tuple[Any, ...]) -> Scope:
+    names, inside = list(outer.names), outer.region
+    for element in stack:
+        # A stack holds scopes and the names of transformations (jvp, vmap ...).
+        if type(element).__name__ != "Scope":
+            continue
+        name: str = element.name
+        if name.startswith(_PREFIX):
+            inside = _registered[name]
+        else:
+            names.extend(name.split("/"))
+    return Scope(tuple(names), inside)

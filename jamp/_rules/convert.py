@@ -1,0 +1,77 @@
+"""convert_element_type: the casts that the traced program already holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from types import CodeType
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from jamp import _constants, _dtypes, _origin
+from jamp._emit import Emitter
+from jamp._functions import code_of
+from jamp._policy import Rule
+from jamp._rules.plain import Dtypes, emit, run_plain
+from jamp._values import Value
+
+if TYPE_CHECKING:
+    from jamp._interpret import Context, Interpreter
+
+
+@cache
+def _explicit_codes() -> frozenset[CodeType | None]:
+    casts = (jnp.astype, jax.lax.convert_element_type, jnp.asarray, jnp.array)
+    return frozenset(code_of(function) for function in casts)
+
+
+def _is_explicit(eqn: JaxprEqn) -> bool:
+    """Whether the user asked for the cast, and not JAX's promotion of operands."""
+    frames = _origin.frames(eqn)
+    return frames is None or not _explicit_codes().isdisjoint(frames[0])
+
+
+def run_convert(
+    interpreter: Interpreter,
+    eqn: JaxprEqn,
+    operands: Sequence[Value],
+    context: Context,
+    emitter: Emitter,
+) -> list[Value]:
+    """Runs a cast of the traced program.
+
+    A cast that the user asked for is made. One that promotion inserted to widen an
+    operand is not: operands are promoted by the dtypes that they have by now.
+    """
+    (value,) = operands
+    target = np.dtype(eqn.params["new_dtype"]) if _is_dtype(eqn) else None
+    rule = emitter.record.ruling.rule
+    if target is None or not _dtypes.eligible(target) or rule is Rule.AS_TRACED:
+        return run_plain(interpreter, eqn, operands, context, emitter)
+    if not value.eligible:
+        (result,) = emit(eqn, operands, Dtypes((None,)), emitter)
+        if value.dtype == np.bool_:
+            traits = result.traits._replace(interval=_constants.BOOLEAN)
+            result.traits = traits
+        return [result]
+    emitter.record.operands = (value.dtype,)
+    if rule is Rule.FLOAT32:
+        return [emitter.converted(value, _dtypes.FLOAT32)]
+    traced = eqn.invars[0].aval.dtype
+    if traced.itemsize < target.itemsize and not _is_explicit(eqn):
+        emitter.scribe.changed = True
+        return [value]
+    if value.dtype == traced != target:
+        (result,) = emit(eqn, operands, Dtypes((None,)), emitter)
+        if value.weak:
+            result.traits = value.traits
+        return [result]
+    return [emitter.converted(value, target)]
+
+
+def _is_dtype(eqn: JaxprEqn) -> bool:
+    return not jax.dtypes.issubdtype(eqn.params["new_dtype"], jax.dtypes.extended)

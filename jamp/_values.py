@@ -1,0 +1,96 @@
+"""Values of the running program, with what the rules need to know about them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jamp import _constants, _dtypes
+from jamp._constants import Interval
+from jamp._dtypes import DType
+
+
+class Traits(NamedTuple):
+    """What is known of a value beside its array; hashable, so that it keys caches.
+
+    Attributes:
+      interval: bounds, if the value is weak (derived from constants alone).
+      rank: its rank before broadcasting and the insertion of unit dimensions.
+      product: whether it is the direct result of a lowered matmul or convolution.
+      probability: whether it is the result of a sigmoid, a softmax or the like.
+      rounded: the 16-bit dtype to which such a probability was rounded.
+    """
+
+    interval: Interval | None = None
+    rank: int = 0
+    product: bool = False
+    probability: bool = False
+    rounded: DType | None = None
+
+
+class Value:
+    """One value: its array, its traits, and the casts made of it so far.
+
+    Attributes:
+      array: the array, tracer or literal in the dtype it was computed in.
+      aval: its abstract value.
+      traits: what else is known of it.
+      casts: the array in other dtypes.
+      slot: the position among the inputs of the inner program being rewritten.
+    """
+
+    __slots__ = ("array", "aval", "casts", "slot", "traits")
+
+    def __init__(self, array: Any, aval: Any, traits: Traits, slot: int | None = None):
+        self.array = array
+        self.aval = aval
+        self.traits = traits
+        self.casts: dict[DType, Any] = {}
+        self.slot = slot
+
+    @classmethod
+    def of(cls, array: Any) -> Value:
+        """A value about which nothing is known."""
+        aval = jax.typeof(array)
+        return cls(array, aval, Traits(rank=getattr(aval, "ndim", 0)))
+
+    @classmethod
+    def literal(cls, literal: Any) -> Value:
+        """A literal of the program."""
+        aval = literal.aval
+        interval = None
+        if _dtypes.eligible(getattr(aval, "dtype", None)):
+            interval = _constants.of_array(literal.val)
+        return cls(literal.val, aval, Traits(interval, getattr(aval, "ndim", 0)))
+
+    @property
+    def dtype(self) -> DType:
+        """The dtype it was computed in."""
+        return self.aval.dtype  # type: ignore[no-any-return]
+
+    @property
+    def eligible(self) -> bool:
+        """Whether autocast may cast it."""
+        dtype = getattr(self.aval, "dtype", None)
+        return dtype is not None and _dtypes.eligible(dtype)
+
+    @property
+    def ndim(self) -> int:
+        """Its rank."""
+        return self.aval.ndim  # type: ignore[no-any-return]
+
+    @property
+    def weak(self) -> bool:
+        """Whether it takes the dtype of the operands beside it."""
+        return self.traits.interval is not None
+
+    @property
+    def is_literal(self) -> bool:
+        """Whether it is a literal, which changes its dtype at no cost."""
+        return self.ndim == 0 and not isinstance(self.array, jax.Array)
+
+    def literal_in(self, dtype: DType) -> Any:
+        """The literal in another dtype."""
+        return np.asarray(self.array).astype(dtype)[()]

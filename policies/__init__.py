@@ -1,0 +1,1 @@
+"""The op tables: one TOML file per backend, and no code."""

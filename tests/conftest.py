@@ -1,0 +1,26 @@
+"""Settings shared by all tests, and the guard against a second copy of a package."""
+
+import sys
+
+import hypothesis
+
+# Compiling takes longer than any deadline; the same examples on every run.
+hypothesis.settings.register_profile(
+    "jamp", deadline=None, derandomize=True, print_blob=True, max_examples=50
+)
+hypothesis.settings.load_profile("jamp")
+
+INSTALLED_INSIDE_JAMP = ("policies", "pallas_kernels")
+
+
+def top_level_copies(modules):
+    return [name for name in INSTALLED_INSIDE_JAMP if name in modules]
+
+
+def pytest_runtest_teardown(item):
+    copies = top_level_copies(sys.modules)
+    if copies:
+        item.session.shouldfail = (
+            f"{item.nodeid} imported {', '.join(copies)} from the repository's root: a "
+            "second copy of what is installed as jamp.policies or jamp.pallas_kernels"
+        )

@@ -1,0 +1,194 @@
+"""Rules about files that nothing else would notice being broken.
+
+Each rule is a function that returns the offences it finds, and is fed one offence here,
+so that a rule that finds nothing is known to be able to find something.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+from conftest import top_level_copies
+
+ROOT = Path(__file__).parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
+FOLDERS = {"jamp": "jamp", **SETUPTOOLS["package-dir"]}
+LIBRARY = sorted(
+    path for folder in FOLDERS.values() for path in (ROOT / folder).rglob("*.py")
+)
+LINKS = ["policies", "pallas_kernels"]
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+each_file = pytest.mark.parametrize(
+    "path", LIBRARY, ids=[str(path.relative_to(ROOT)) for path in LIBRARY]
+)
+
+
+def packages_on_disk(root):
+    """Every folder of the library that holds Python or data, as a package name."""
+    found = set()
+    for package, folder in FOLDERS.items():
+        for path in (root / folder).rglob("*"):
+            if path.suffix in {".py", ".toml"}:
+                parts = path.parent.relative_to(root / folder).parts
+                found.add(".".join((package, *parts)))
+    return found
+
+
+def private_jax_imports(tree):
+    """The statements that import from jax._src."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            names = [module, *(f"{module}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        if any(name == "jax._src" or name.startswith("jax._src.") for name in names):
+            yield node
+
+
+def unexplained_imports(source):
+    """Lines of private JAX imports with no comment on them or right above."""
+    lines = source.splitlines()
+    return [
+        node.lineno
+        for node in private_jax_imports(ast.parse(source))
+        if not any("#" in line for line in lines[node.lineno - 1 : node.end_lineno])
+        and not "".join(lines[: node.lineno - 1][-1:]).lstrip().startswith("#")
+    ]
+
+
+def jax_floor(dependencies):
+    """The oldest JAX that the dependencies allow, as a tuple of numbers."""
+    (floor,) = (
+        found[1] for d in dependencies if (found := re.match(r"jax>=([\d.]+)", d))
+    )
+    return tuple(map(int, floor.split(".")))
+
+
+def dead_version_guards(source, floor):
+    """Lines that compare with a version that no supported JAX is older than."""
+    dead = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Compare):
+            for side in (node.left, *node.comparators):
+                if isinstance(side, ast.Tuple) and ast.literal_eval(side) <= floor:
+                    dead.append(node.lineno)
+    return dead
+
+
+def long_functions(source):
+    return [
+        f"{node.name}: {length} lines"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (length := node.end_lineno - node.lineno + 1) > MAX_FUNCTION_LINES
+    ]
+
+
+def relative_imports(source):
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom) and node.level > 0
+    ]
+
+
+def test_every_package_on_disk_is_installed():
+    assert sorted(SETUPTOOLS["packages"]) == sorted(packages_on_disk(ROOT))
+
+
+def test_an_unlisted_package_is_noticed(tmp_path):
+    kernel = tmp_path / "pallas_kernels" / "unscale" / "__init__.py"
+    kernel.parent.mkdir(parents=True)
+    kernel.touch()
+    assert packages_on_disk(tmp_path) == {"jamp.pallas_kernels.unscale"}
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_link_points_to_the_folder_beside_jamp(name):
+    link = ROOT / "jamp" / name
+    # Git writes the target as text where links are not supported.
+    target = str(link.readlink()) if link.is_symlink() else link.read_text()
+    assert (link.parent / target).resolve() == ROOT / name
+    assert (ROOT / name / "__init__.py").is_file()
+
+
+@pytest.mark.parametrize("name", ["gpu", "cpu", "tpu"])
+def test_policy_tables_are_found_where_they_are_installed(name):
+    assert files("jamp.policies").joinpath(f"{name}.toml").is_file()
+
+
+def test_top_level_copy_is_noticed():
+    assert top_level_copies({"jamp": ..., "jamp.policies": ...}) == []
+    assert top_level_copies({"policies": ...}) == ["policies"]
+
+
+@each_file
+def test_private_jax_is_imported_in_one_file(path):
+    found = [node.lineno for node in private_jax_imports(ast.parse(path.read_text()))]
+    assert not found or path == ROOT / "jamp" / "_compat.py"
+
+
+@pytest.mark.parametrize(
+    "source", ["import jax._src.core", "from jax import _src", "from jax._src import x"]
+)
+def test_private_jax_import_is_noticed(source):
+    assert list(private_jax_imports(ast.parse(source)))
+
+
+def test_private_jax_imports_are_explained():
+    assert unexplained_imports((ROOT / "jamp" / "_compat.py").read_text()) == []
+
+
+def test_unexplained_private_jax_import_is_noticed():
+    explained = "# No public name for x.\nfrom jax._src import x\n"
+    assert unexplained_imports(explained + "from jax._src import y\n") == [3]
+
+
+def test_version_guards_can_fail():
+    floor = jax_floor(PYPROJECT["project"]["dependencies"])
+    compat = (ROOT / "jamp" / "_compat.py").read_text()
+    assert dead_version_guards(compat, floor) == []
+
+
+def test_dead_version_guard_is_noticed():
+    guards = "if version >= (0, 12): x\nif version < (0, 10): y"
+    assert dead_version_guards(guards, jax_floor(["optax", "jax>=0.10"])) == [2]
+
+
+@each_file
+def test_files_and_functions_are_short(path):
+    source = path.read_text()
+    assert len(source.splitlines()) <= MAX_FILE_LINES
+    assert long_functions(source) == []
+
+
+def test_long_function_is_noticed():
+    body = "    pass\n" * MAX_FUNCTION_LINES
+    assert long_functions(f"def f():\n{body}") == ["f: 61 lines"]
+
+
+def test_kernels_import_jamp_by_its_full_name():
+    """A relative import would mean something else from the folder's real place."""
+    for path in (ROOT / "pallas_kernels").rglob("*.py"):
+        assert relative_imports(path.read_text()) == [], path
+
+
+def test_relative_import_is_noticed():
+    assert relative_imports("from jamp import x\nfrom . import y") == [2]
+
+
+def test_importing_jamp_does_not_import_flax():
+    check = "import sys, jamp; raise SystemExit('flax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", check], check=True)
