@@ -279,5 +279,6 @@ def _continues(group: Sequence[Step], step: Step) -> bool:
         return False
     if step.scope is not first.scope and step.scope != first.scope:
         return False
-    # The same instruction again: the call was made anew, as in a Python loop.
-    return step.frames != first.frames
+    # Back at the first instruction: the call was made anew, as in a Python loop. What a
+    # jitted function inlines has one and the same frames throughout.
+    return step.frames != first.frames or group[-1].frames == first.frames

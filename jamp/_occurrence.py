@@ -13,6 +13,7 @@ from jamp._emit import Emitter, Scribe, source_of
 from jamp._functions import Function
 from jamp._policy import Rule
 from jamp._records import MATMULS, Record, Ruling, originals
+from jamp._regions import Options
 from jamp._rules.matmul import explicit_precision
 from jamp._values import Value
 
@@ -108,8 +109,9 @@ def _settle(
     """Brings what leaves a call to the dtype that its rule promises."""
     sources = _sources(eqns, entering)
     policy = emitter.region.policy
-    probability = any(
-        ruling.source.startswith(f"{name} ") for u in policy.unsafe for name in u.of
+    function = ruling.function
+    probability = function is not None and any(
+        function.name in unsafe.of for unsafe in policy.unsafe
     )
     for eqn in eqns:
         for var in eqn.outvars:
@@ -119,12 +121,12 @@ def _settle(
             if not value.eligible or value.weak:
                 continue
             dtype = _leaving_dtype(
-                ruling.rule,
+                ruling,
                 var,
                 value,
                 entering,
                 sources.get(var, frozenset()),
-                emitter.region.dtype,
+                emitter.region,
             )
             with source_of(eqn):
                 settled = emitter.converted(value, dtype)
@@ -154,21 +156,26 @@ def _sources(
 
 
 def _leaving_dtype(
-    rule: Rule,
+    ruling: Ruling,
     var: Any,
     value: Value,
     entering: dict[Any, Value],
     sources: frozenset[Any],
-    low: DType,
+    region: Options,
 ) -> DType:
     """The dtype in which a value leaves a call."""
+    rule, function = ruling.rule, ruling.function
     if rule is Rule.LOWER:
-        return low
+        return region.dtype
     if rule not in (Rule.FLOAT32, Rule.INTERNAL_FLOAT32) or not entering:
         return value.dtype
     traced = var.aval.dtype
-    came_in = _dtypes.widest(v.aval.dtype for v in entering)
-    if traced != came_in and _dtypes.eligible(traced):
+    came_in = {entered.aval.dtype for entered in entering}
+    if (
+        traced not in came_in
+        and _dtypes.eligible(traced)
+        and (function not in region.policy.activation_results)
+    ):
         # The user named a dtype, as in softmax(x, dtype=...).
         return traced  # type: ignore[no-any-return]
     if rule is Rule.FLOAT32:

@@ -67,6 +67,8 @@ class Policy:
       functions: (function, rule) pairs.
       scopes: (pattern, rule) pairs; the last that matches wins.
       unsafe: combinations of operations that raise.
+      activation_results: functions under `internal_float32` whose results have the
+        dtype that came in, also where the program as traced returns another.
     """
 
     name: str
@@ -75,6 +77,7 @@ class Policy:
     functions: tuple[tuple[Function, Rule], ...] = ()
     scopes: tuple[tuple[str, Rule], ...] = ()
     unsafe: tuple[Unsafe, ...] = ()
+    activation_results: tuple[Function, ...] = ()
 
     @classmethod
     def load(cls, source: str | Path) -> Policy:
@@ -170,8 +173,9 @@ class Policy:
         if function is not None:
             key = _entry(function)
             code = key.resolve() if isinstance(key, Function) else None
-            if code in self.function_codes:
-                return self.function_rules[self.function_codes[code]]
+            listed = self.function_codes.get(code) if code else None
+            if listed is not None:
+                return self.function_rules[listed]
         name = primitive.name if isinstance(primitive, Primitive) else primitive
         return self.primitive_rules.get(name) if name else None
 

@@ -24,7 +24,7 @@ from jamp._policy import (
 )
 
 BUILTIN = ("gpu", "cpu", "tpu")
-_TOP_KEYS = ("name", "dtype", "extends", "unsafe", *RULE_NAMES)
+_TOP_KEYS = ("name", "dtype", "extends", "unsafe", "results", *RULE_NAMES)
 _UNSAFE_KEYS = ("primitives", "of", "dtype", "advice")
 
 
@@ -79,6 +79,10 @@ def _parse(text: str, file: str) -> Policy:
         unsafe=_unsafe(table["unsafe"], file)
         if "unsafe" in table
         else (base.unsafe if base else ()),
+        activation_results=(
+            *(base.activation_results if base else ()),
+            *_activation_results(table.get("results", {}), file),
+        ),
     )
 
 
@@ -107,6 +111,16 @@ def _entries(group: Any, rule: str, file: str) -> Iterator[tuple[str, str | Func
                         raise PolicyError(f"{name!r} is not a dotted name")
                     function.resolve()
                     yield key, function
+
+
+def _activation_results(group: Any, file: str) -> tuple[Function, ...]:
+    with _located(file, "results"):
+        _check_keys(group, ("activation",), "results")
+    names = _strings(group.get("activation", []), file, "results.activation")
+    for name in names:
+        with _located(file, "results.activation"):
+            Function(name).resolve()
+    return tuple(Function(name) for name in names)
 
 
 def _unsafe(groups: Any, file: str) -> tuple[Unsafe, ...]:

@@ -1,5 +1,6 @@
 """Functions of one number at a time: arithmetic, powers, logarithms, activations."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -65,9 +66,9 @@ _ACTIVATIONS = (
     OpCase("relu", jax.nn.relu, _X, "jax.nn.relu(x)"),
     OpCase(
         "prelu",
-        lambda x, a: jnp.where(x >= 0, x, a * x),
-        (normal(4, 8), normal(8)),
-        "jnp.where(x >= 0, x, a * x)",
+        lambda x, a: nn.PReLU().apply({"params": {"negative_slope": a}}, x),
+        (normal(4, 8), normal()),
+        "nn.PReLU()(x)",
     ),
     OpCase("elu", jax.nn.elu, _X, "jax.nn.elu(x)"),
     OpCase("selu", jax.nn.selu, _X, "jax.nn.selu(x)"),
