@@ -23,7 +23,8 @@ _OTHER_RELEASES = frozenset({"log2", "one_minus_square", "polynomial"})
 
 def trace_context() -> Hashable:
     """The configuration that a traced program depends on."""
-    return _trace_context()
+    context: Hashable = _trace_context()
+    return context
 
 
 def under_trace() -> bool:

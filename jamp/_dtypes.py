@@ -18,6 +18,16 @@ BFLOAT16: DType = np.dtype(jnp.bfloat16)
 LOW_DTYPES = (FLOAT16, BFLOAT16)
 
 
+def dtype_of(atom: Any) -> Any:
+    """Dtype of a variable, literal or value; None for what has none, as a token."""
+    return getattr(atom.aval, "dtype", None)
+
+
+def shape_of(atom: Any) -> tuple[Any, ...]:
+    """Shape of a variable, literal or value; empty for what has none."""
+    return getattr(atom.aval, "shape", ())
+
+
 @cache
 def eligible(dtype: Any) -> bool:
     """Whether autocast may cast values of this dtype.

@@ -9,12 +9,11 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from types import CodeType
 from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from jamp import _origin
+from jamp import _dtypes, _origin
 from jamp._emit import Emitter, Scribe, source_of
 from jamp._errors import BannedOpError, JampWarning
 from jamp._functions import Function
@@ -62,15 +61,17 @@ class Interpreter:
     """Runs programs under a policy; one per rewritten program."""
 
     def __init__(self) -> None:
-        self.cache: dict[Any, Any] = {}
-        self._codes: dict[Policy, Mapping[CodeType, Function]] = {}
+        self.cache: dict[Any, tuple[Any, Any]] = {}
+        self._functions: dict[Policy, Mapping[int, Function]] = {}
         self._warned = False
 
-    def codes(self, policy: Policy) -> Mapping[CodeType, Function]:
-        """Code objects of the policy's functions."""
-        if policy not in self._codes:
-            self._codes[policy] = policy.function_codes
-        return self._codes[policy]
+    def functions(self, policy: Policy) -> Mapping[int, Function]:
+        """The policy's functions, by the id of their code object."""
+        if policy not in self._functions:
+            self._functions[policy] = {
+                id(code): function for code, function in policy.function_codes.items()
+            }
+        return self._functions[policy]
 
     def run(
         self,
@@ -148,7 +149,7 @@ class Interpreter:
             return Step(eqn, scope)
         region = scope.region
         assert region is not None  # noqa: S101 - see Context.region
-        for call in _origin.calls(frames, self.codes(region.policy)):
+        for call in _origin.calls(frames, self.functions(region.policy)):
             if call.function not in context.inside:
                 return Step(eqn, scope, None, call, frames)
         return Step(eqn, scope)
@@ -179,7 +180,7 @@ class Interpreter:
         handler = HANDLERS.get(eqn.primitive.name, run_plain)
         with source_of(eqn):
             results = handler(self, eqn, operands, context, emitter)
-        record.results = tuple(getattr(v.aval, "dtype", None) for v in results)
+        record.results = tuple(map(_dtypes.dtype_of, results))
         env.bind(eqn.outvars, results)
 
 

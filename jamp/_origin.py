@@ -7,7 +7,7 @@ call of a listed function form one occurrence, which its policy rules as a whole
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -43,17 +43,22 @@ class Call:
     key: tuple[Any, ...]
 
 
-def calls(found: Frames, codes: Mapping[CodeType, Function]) -> list[Call]:
-    """Calls of listed functions that these frames show, outermost first."""
-    frame_codes, offsets = found
-    result = []
-    for index in range(len(frame_codes) - 1, -1, -1):
-        function = codes.get(frame_codes[index])
+def calls(found: Frames, functions: Mapping[int, Function]) -> Iterator[Call]:
+    """Calls of listed functions that these frames show, outermost first.
+
+    Args:
+      found: the frames.
+      functions: listed functions by the id of their code object. Ids, because hashing
+        a code object hashes its instructions.
+    """
+    codes, offsets = found
+    ids = tuple(map(id, codes))
+    if functions.keys().isdisjoint(ids):
+        return
+    for index in range(len(ids) - 1, -1, -1):
+        function = functions.get(ids[index])
         if function is not None:
-            outer = index + 1
-            key = (frame_codes[index], frame_codes[outer:], offsets[outer:])
-            result.append(Call(function, key))
-    return result
+            yield Call(function, (ids[index:], offsets[index + 1 :]))
 
 
 @dataclass(frozen=True)

@@ -117,15 +117,17 @@ def flatten(entries: list[Entry], caller: JaxprEqn | None = None) -> Iterator[Re
 
 def flops(eqn: JaxprEqn) -> float:
     """Multiply-adds counted twice, of a matmul or convolution."""
-    shapes = [getattr(v.aval, "shape", ()) for v in (*eqn.invars, *eqn.outvars)]
-    if any(not isinstance(size, int) for shape in shapes for size in shape):
+    left, right = (_dtypes.shape_of(var) for var in eqn.invars[:2])
+    result = _dtypes.shape_of(eqn.outvars[0])
+    if any(not isinstance(size, int) for size in (*left, *right, *result)):
         return 0.0
-    size = math.prod(eqn.outvars[0].aval.shape)
     if eqn.primitive.name == "dot_general":
         (contracting, _), _ = eqn.params["dimension_numbers"]
-        return 2.0 * size * math.prod(shapes[0][d] for d in contracting)
-    if eqn.primitive.name == "conv_general_dilated":
+        inner = [left[d] for d in contracting]
+    elif eqn.primitive.name == "conv_general_dilated":
         kernel = eqn.params["dimension_numbers"].rhs_spec
-        return 2.0 * size * math.prod(shapes[1][d] for d in kernel[1:])
-    # ragged_dot: every row of the left operand meets one of the matrices.
-    return 2.0 * size * shapes[0][-1]
+        inner = [right[d] for d in kernel[1:]]
+    else:
+        # ragged_dot: every row of the left operand meets one of the matrices.
+        inner = [left[-1]]
+    return float(2 * math.prod(result) * math.prod(inner))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.extend.core import JaxprEqn, jaxpr_as_fun
 
+from jamp import _dtypes
 from jamp._dtypes import DType
 from jamp._emit import Emitter, Scribe
 from jamp._records import Entry, Group
@@ -57,12 +58,12 @@ def rewrite(
     """
     known = tuple((v.aval, v.traits) for v in operands)
     key = (id(program), known, context, hoist)
-    found = interpreter.cache.get(key)
-    if found is None:
+    if key not in interpreter.cache:
         rewritten = _rewrite(interpreter, program, operands, context, (), hoist)
         # The cache holds the program too, so that its id stays taken.
-        found = interpreter.cache[key] = (rewritten, program)
-    return found[0]  # type: ignore[no-any-return]
+        interpreter.cache[key] = (rewritten, program)
+    found: Rewritten = interpreter.cache[key][0]
+    return found
 
 
 def _rewrite(
@@ -202,9 +203,7 @@ def _note(
     operands: Sequence[Value],
 ) -> None:
     """Records the inner program under the equation."""
-    emitter.record.operands = tuple(
-        getattr(value.aval, "dtype", None) for value in operands
-    )
+    emitter.record.operands = tuple(_dtypes.dtype_of(value) for value in operands)
     emitter.scribe.entries.append(Group(eqn, entries))
 
 

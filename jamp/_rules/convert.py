@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from types import CodeType
 from typing import TYPE_CHECKING
 
 import jax
@@ -24,15 +23,15 @@ if TYPE_CHECKING:
 
 
 @cache
-def _explicit_codes() -> frozenset[CodeType | None]:
+def _explicit_codes() -> frozenset[int]:
     casts = (jnp.astype, jax.lax.convert_element_type, jnp.asarray, jnp.array)
-    return frozenset(code_of(function) for function in casts)
+    return frozenset(id(code_of(function)) for function in casts)
 
 
 def _is_explicit(eqn: JaxprEqn) -> bool:
     """Whether the user asked for the cast, and not JAX's promotion of operands."""
     frames = _origin.frames(eqn)
-    return frames is None or not _explicit_codes().isdisjoint(frames[0])
+    return frames is None or not _explicit_codes().isdisjoint(map(id, frames[0]))
 
 
 def run_convert(
@@ -61,7 +60,7 @@ def run_convert(
     emitter.record.operands = (value.dtype,)
     if rule is Rule.FLOAT32:
         return [emitter.converted(value, _dtypes.FLOAT32)]
-    traced = eqn.invars[0].aval.dtype
+    traced = _dtypes.dtype_of(eqn.invars[0])
     if traced.itemsize < target.itemsize and not _is_explicit(eqn):
         emitter.scribe.changed = True
         return [value]

@@ -25,8 +25,8 @@ def explicit_precision(eqn: JaxprEqn) -> bool:
             return True
     elif precision not in _DEFAULT:
         return True
-    traced = [v.aval.dtype for v in eqn.invars[:2]]
+    traced = [_dtypes.dtype_of(var) for var in eqn.invars[:2]]
     preferred = eqn.params.get("preferred_element_type")
     if preferred is None or not all(map(_dtypes.eligible, traced)):
         return False
-    return np.dtype(preferred).itemsize > max(d.itemsize for d in traced)
+    return bool(np.dtype(preferred).itemsize > max(d.itemsize for d in traced))

@@ -95,11 +95,11 @@ def emit(
         for value, dtype in zip(operands, dtypes.operands, strict=True)
     ]
     used = [
-        getattr(value.aval, "dtype", None) if dtype is None else dtype
+        _dtypes.dtype_of(value) if dtype is None else dtype
         for value, dtype in zip(operands, dtypes.operands, strict=True)
     ]
     emitter.record.operands = tuple(used)
-    traced = [getattr(var.aval, "dtype", None) for var in eqn.invars]
+    traced = [_dtypes.dtype_of(var) for var in eqn.invars]
     if used == traced:
         results = _bind(eqn, arrays, eqn.params)
     else:
@@ -109,18 +109,15 @@ def emit(
     values = []
     for array in results:
         value = Value.of(array)
-        value.traits = traits._replace(rank=min(traits.rank, value_rank(value)))
+        value.traits = traits._replace(
+            rank=min(traits.rank, len(_dtypes.shape_of(value)))
+        )
         if dtypes.result is not None and value.eligible:
             value = emitter.converted(value, dtypes.result)
         if value.traits.probability and value.dtype in _dtypes.LOW_DTYPES:
             value.traits = value.traits._replace(rounded=value.dtype)
         values.append(value)
     return values
-
-
-def value_rank(value: Value) -> int:
-    """Rank of a value; zero for what has none, such as a reference."""
-    return getattr(value.aval, "ndim", 0)
 
 
 def _bind(eqn: JaxprEqn, arrays: Sequence[Any], params: dict[str, Any]) -> list[Any]:
@@ -137,7 +134,9 @@ def _bind_changed(
         # The parameters hold a program for one element in the traced dtype.
         return [
             scatter(
-                *arrays,
+                arrays[0],
+                arrays[1],
+                arrays[2],
                 eqn.params["dimension_numbers"],
                 indices_are_sorted=eqn.params["indices_are_sorted"],
                 unique_indices=eqn.params["unique_indices"],
@@ -154,11 +153,11 @@ def _bind_changed(
 def choose(rule: Rule, eqn: JaxprEqn, operands: Sequence[Value], low: DType) -> Dtypes:
     """The dtypes in which an equation runs under a rule."""
     traced = tuple(
-        var.aval.dtype if value.eligible else None
+        _dtypes.dtype_of(var) if value.eligible else None
         for var, value in zip(eqn.invars, operands, strict=True)
     )
     if rule is Rule.AS_TRACED or any(
-        _dtypes.is_float64(getattr(value.aval, "dtype", None)) for value in operands
+        _dtypes.is_float64(_dtypes.dtype_of(value)) for value in operands
     ):
         return Dtypes(traced)
     if rule is Rule.PROMOTE:
@@ -224,7 +223,7 @@ def _traits(
 ) -> Traits:
     """What is known of an equation's results."""
     name = eqn.primitive.name
-    rank = max((getattr(v.aval, "ndim", 0) for v in eqn.outvars), default=0)
+    rank = max((len(_dtypes.shape_of(v)) for v in eqn.outvars), default=0)
     floats = [v for v in operands if v.eligible]
     ruling = emitter.record.ruling
     interval = None
@@ -251,7 +250,7 @@ def _traits(
 def _rank_after(eqn: JaxprEqn, before: int, ndim: int) -> int:
     """Rank of a moved value, without the dimensions that moving it added."""
     if eqn.primitive.name == "reshape":
-        old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+        old, new = map(_dtypes.shape_of, (eqn.invars[0], eqn.outvars[0]))
         if [d for d in old if d != 1] != [d for d in new if d != 1]:
             return ndim
     return min(before, ndim)
