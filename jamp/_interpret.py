@@ -108,17 +108,16 @@ class Interpreter:
     ) -> None:
         """Runs equations, the first of which is number `start` of its program."""
         for steps in self._occurrences(eqns, context):
-            step = steps[0]
-            inner = context._replace(scope=step.scope)
-            if step.call is not None:
-                call_eqns = [step.eqn for step in steps]
+            eqn, scope, user, call, _ = steps[0]
+            if call is not None:
+                group = [step.eqn for step in steps]
                 run_occurrence(
-                    self, step.call.function, call_eqns, start, env, inner, scribe
+                    self, call.function, group, start, env, context, scope, scribe
                 )
             else:
-                if step.user is not None:
-                    inner = inner._replace(forced=step.user)
-                self.run_equation(step.eqn, env, inner, scribe)
+                forced = context.forced if user is None else user
+                inner = context._replace(scope=scope, forced=forced)
+                self.run_equation(eqn, env, inner, scribe)
             start += len(steps)
 
     def _occurrences(

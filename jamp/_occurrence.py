@@ -13,7 +13,7 @@ from jamp._emit import Emitter, Scribe, source_of
 from jamp._functions import Function
 from jamp._policy import Rule
 from jamp._records import MATMULS, Record, Ruling, originals
-from jamp._regions import Options
+from jamp._regions import Options, Scope
 from jamp._rules.matmul import explicit_precision
 from jamp._values import Value
 
@@ -37,6 +37,7 @@ def run_occurrence(
     start: int,
     env: Environment,
     context: Context,
+    scope: Scope,
     scribe: Scribe,
 ) -> None:
     """Runs the equations of one call of a listed function.
@@ -48,9 +49,11 @@ def run_occurrence(
       start: the number of the first of them in their program.
       env: values of the program.
       context: what holds around the call.
+      scope: the named scopes that the equations stand in.
       scribe: takes the records.
     """
-    region = context.region
+    region = scope.region
+    assert region is not None  # noqa: S101 - the root scope always has one
     rule = region.policy.function_rules[function]
     ruling = Ruling(rule, f"{function.name} in {region.policy.name}", function)
     inner = context._replace(inside=context.inside | {function})
@@ -60,17 +63,15 @@ def run_occurrence(
         if any(map(_has_explicit_precision, eqns)):
             interpreter.run_equations(eqns, start, env, inner, scribe)
             return
-        enter = Emitter(Record(eqns[0], ruling, context.scope.names), region, scribe)
+        enter = Emitter(Record(eqns[0], ruling, scope.names), region, scribe)
         with source_of(eqns[0]):
-            lowered = {
-                var: enter.converted(value, region.dtype)
-                for var, value in entering.items()
-            }
+            lowered = _lowered(entering, enter)
         interpreter.run_equations(eqns, start, env.overlay(lowered), inner, scribe)
         casts = enter.record.casts
     else:
         casts = []
-        inner = inner._replace(forced=ruling._replace(rule=_FORCED[rule]))
+        forced = ruling._replace(rule=_FORCED[rule])
+        inner = inner._replace(scope=scope, forced=forced)
         for eqn in eqns:
             interpreter.run_equation(eqn, env, inner, scribe)
     entries = scribe.entries[first:]
@@ -96,6 +97,20 @@ def _entering(eqns: Sequence[JaxprEqn], env: Environment) -> dict[Any, Value]:
             if value.eligible and not value.weak:
                 found[var] = value
     return found
+
+
+def _lowered(entering: dict[Any, Value], emitter: Emitter) -> dict[Any, Value]:
+    """The activations that enter a lowered call, in 16 bits.
+
+    Weights are left to their matmuls, and what is added to the product to its rule, so
+    that a bias is broadcast, and its gradient summed, in float32.
+    """
+    rank = max((value.ndim for value in entering.values()), default=0)
+    return {
+        var: emitter.converted(value, emitter.region.dtype)
+        for var, value in entering.items()
+        if value.ndim == rank
+    }
 
 
 def _settle(

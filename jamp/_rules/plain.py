@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,6 +43,11 @@ _MOVEMENT = frozenset(
     }
 )
 _KEEPS_PROBABILITY = frozenset({"add", "clamp", "max", "min", "mul", "neg", "sub"})
+
+# Elementwise primitives that broadcast dimensions of size one, and scalars.
+_BROADCASTING = frozenset(
+    {"add", "atan2", "div", "max", "min", "mul", "pow", "rem", "sub"}
+)
 
 _SCATTERS = {
     "scatter": jax.lax.scatter,
@@ -91,7 +97,7 @@ def emit(
 ) -> list[Value]:
     """Casts, binds and rounds."""
     arrays = [
-        value.array if dtype is None else emitter.cast(value, dtype)
+        value.array if dtype is None else _operand(eqn, value, dtype, emitter)
         for value, dtype in zip(operands, dtypes.operands, strict=True)
     ]
     used = [
@@ -118,6 +124,24 @@ def emit(
             value.traits = value.traits._replace(rounded=value.dtype)
         values.append(value)
     return values
+
+
+def _operand(eqn: JaxprEqn, value: Value, dtype: DType, emitter: Emitter) -> Any:
+    """An operand in a dtype.
+
+    The gradient of what an equation broadcasts is a sum: it is broadcast in float32, so
+    that the sum is taken in float32 too, and rounded afterwards.
+    """
+    shape = _dtypes.shape_of(eqn.outvars[0])
+    broadcasts = eqn.primitive.name in _BROADCASTING and value.aval.shape != shape
+    if not broadcasts or dtype not in _dtypes.LOW_DTYPES or value.weak:
+        return emitter.cast(value, dtype)
+    emitter.scribe.changed = True
+    wide = emitter.cast(value, FLOAT32)
+    spread = jax.lax.broadcast_in_dim(
+        wide, shape, range(len(shape) - value.ndim, len(shape))
+    )
+    return emitter.cast(Value.of(spread), dtype)
 
 
 def _bind(eqn: JaxprEqn, arrays: Sequence[Any], params: dict[str, Any]) -> list[Any]:
@@ -160,13 +184,23 @@ def choose(rule: Rule, eqn: JaxprEqn, operands: Sequence[Value], low: DType) -> 
         _dtypes.is_float64(_dtypes.dtype_of(value)) for value in operands
     ):
         return Dtypes(traced)
-    if rule is Rule.PROMOTE:
+    if rule is Rule.PROMOTE and not _enlarges(eqn, operands):
         return _promote(eqn, operands)
     dtype = low if rule is Rule.LOWER else FLOAT32
     if any(_destroyed(value, dtype) for value in operands):
         dtype = FLOAT32
-    result = _activation(operands) if rule is Rule.INTERNAL_FLOAT32 else None
+    rounds = rule in (Rule.INTERNAL_FLOAT32, Rule.PROMOTE)
+    result = _activation(operands) if rounds else None
     return Dtypes(tuple(dtype if v.eligible else None for v in operands), result)
+
+
+def _enlarges(eqn: JaxprEqn, operands: Sequence[Value]) -> bool:
+    """Whether an equation repeats values of the program; see `_operand`."""
+    return (
+        eqn.primitive.name in ("broadcast_in_dim", "broadcast_to", "tile")
+        and operands[0].aval.size != math.prod(_dtypes.shape_of(eqn.outvars[0]))
+        and not operands[0].weak
+    )
 
 
 def _activation(operands: Sequence[Value]) -> DType | None:
@@ -194,8 +228,9 @@ def _promote(eqn: JaxprEqn, operands: Sequence[Value]) -> Dtypes:
     result = None
     if any(_destroyed(value, dtype) for value in floats):
         dtype = FLOAT32
-    elif any(_dtypes.narrower_range(dtype, v.dtype) for v in firm if v.ndim == 0):
-        # A scalar of the program may be out of range: round the result, not the scalar.
+    elif any(v.dtype == FLOAT32 != dtype for v in firm if v.ndim == 0):
+        # A scalar of the program may be out of range, and its gradient is a sum: round
+        # the result, not the scalar.
         result, dtype = dtype, FLOAT32
     return Dtypes(tuple(dtype if v.eligible else None for v in operands), result)
 
