@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jamp import _dtypes
 from jamp._dtypes import DType
 
 
@@ -29,9 +28,9 @@ BOOLEAN = Interval(0.0, 1.0)
 
 
 def of_array(value: Any) -> Interval | None:
-    """The range of a literal."""
+    """The range of a literal; None for what is no real number."""
     array = np.asarray(value)
-    if array.size == 0 or not _dtypes.eligible(array.dtype):
+    if array.size == 0 or array.dtype.kind == "c":
         return None
     wide = array.astype(np.float64)
     return Interval(float(wide.min()), float(wide.max()))
@@ -116,13 +115,9 @@ def propagate(eqn: JaxprEqn, operands: list[Interval | None]) -> Interval | None
 
     Args:
       eqn: the equation.
-      operands: ranges of its eligible operands.
+      operands: ranges of its floating operands, or of its integer ones if it has none.
     """
-    name = eqn.primitive.name
-    if name == "iota":
-        size = eqn.params["shape"][eqn.params["dimension"]]
-        return Interval(0.0, float(max(size - 1, 0))) if isinstance(size, int) else None
-    rule = _ARITHMETIC.get(name)
+    rule = _ARITHMETIC.get(eqn.primitive.name)
     if rule is None or not operands or any(x is None for x in operands):
         return None
     found = rule(*operands)

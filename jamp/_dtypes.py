@@ -40,6 +40,11 @@ def eligible(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating)) and np.dtype(dtype).itemsize <= 4
 
 
+def integer(dtype: Any) -> bool:
+    """Whether values of this dtype are integers."""
+    return isinstance(dtype, np.dtype) and dtype.kind in "iu"
+
+
 def narrow(dtype: Any) -> bool:
     """Whether values of this dtype may be cast and are narrower than float32."""
     return eligible(dtype) and dtype.itemsize < 4

@@ -59,11 +59,8 @@ class Value:
     @classmethod
     def literal(cls, literal: Any) -> Value:
         """A literal of the program."""
-        aval = literal.aval
-        interval = None
-        if _dtypes.eligible(getattr(aval, "dtype", None)):
-            interval = _constants.of_array(literal.val)
-        return cls(literal.val, aval, Traits(interval, getattr(aval, "ndim", 0)))
+        interval = _constants.of_array(literal.val)
+        return cls(literal.val, literal.aval, Traits(interval, literal.aval.ndim))
 
     @property
     def dtype(self) -> DType:
@@ -93,4 +90,4 @@ class Value:
 
     def literal_in(self, dtype: DType) -> Any:
         """The literal in another dtype."""
-        return np.asarray(self.array).astype(dtype)[()]
+        return np.asarray(self.array, self.dtype).astype(dtype)[()]

@@ -15,7 +15,8 @@ from jamp import _constants, _dtypes, _origin
 from jamp._emit import Emitter
 from jamp._functions import code_of
 from jamp._policy import Rule
-from jamp._rules.plain import Dtypes, emit, run_plain
+from jamp._rules.dtypes import Dtypes
+from jamp._rules.plain import emit, run_plain
 from jamp._values import Value
 
 if TYPE_CHECKING:
@@ -53,9 +54,10 @@ def run_convert(
         return run_plain(interpreter, eqn, operands, context, emitter)
     if not value.eligible:
         (result,) = emit(eqn, operands, Dtypes((None,)), emitter)
+        known = value.traits.interval
         if value.dtype == np.bool_:
-            traits = result.traits._replace(interval=_constants.BOOLEAN)
-            result.traits = traits
+            known = _constants.BOOLEAN
+        result.traits = result.traits._replace(interval=known)
         return [result]
     emitter.record.operands = (value.dtype,)
     if rule is Rule.FLOAT32:

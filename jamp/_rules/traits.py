@@ -1,0 +1,76 @@
+"""What is known of an equation's results from what is known of its operands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import JaxprEqn
+
+from jamp import _constants, _dtypes
+from jamp._emit import Emitter
+from jamp._policy import Rule
+from jamp._records import MATMULS
+from jamp._values import Traits, Value
+
+# They move data, so that what is known of their operand is known of their result.
+_MOVEMENT = frozenset(
+    {
+        "broadcast_in_dim",
+        "broadcast_to",
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "name",
+        "optimization_barrier",
+        "reshape",
+        "rev",
+        "sharding_constraint",
+        "slice",
+        "squeeze",
+        "transpose",
+    }
+)
+_KEEPS_PROBABILITY = frozenset({"add", "clamp", "max", "min", "mul", "neg", "sub"})
+
+
+def result_traits(
+    eqn: JaxprEqn, operands: Sequence[Value], used: Sequence[Any], emitter: Emitter
+) -> Traits:
+    """What is known of an equation's results."""
+    name = eqn.primitive.name
+    rank = max((len(_dtypes.shape_of(v)) for v in eqn.outvars), default=0)
+    floats = [v for v in operands if v.eligible]
+    ruling = emitter.record.ruling
+    interval = None
+    if ruling.rule is Rule.PROMOTE:
+        numbers = floats or [
+            v for v in operands if _dtypes.integer(_dtypes.dtype_of(v))
+        ]
+        if all(v.weak for v in numbers):
+            interval = _constants.propagate(eqn, [v.traits.interval for v in numbers])
+    if name in MATMULS:
+        return Traits(rank=rank, product=all(d in _dtypes.LOW_DTYPES for d in used[:2]))
+    unsafe = emitter.region.policy.unsafe
+    if any(name in u.of for u in unsafe):
+        return Traits(rank=rank, probability=True)
+    if name in _MOVEMENT and floats:
+        source = floats[0].traits
+        return source._replace(
+            interval=interval, rank=_rank_after(eqn, source.rank, rank)
+        )
+    traits = Traits(interval, rank)
+    if unsafe and name in _KEEPS_PROBABILITY:
+        firm = [v for v in floats if not v.weak]
+        if len(firm) == 1 and firm[0].traits.probability:
+            return traits._replace(probability=True, rounded=firm[0].traits.rounded)
+    return traits
+
+
+def _rank_after(eqn: JaxprEqn, before: int, ndim: int) -> int:
+    """Rank of a moved value, without the dimensions that moving it added."""
+    if eqn.primitive.name == "reshape":
+        old, new = map(_dtypes.shape_of, (eqn.invars[0], eqn.outvars[0]))
+        if [d for d in old if d != 1] != [d for d in new if d != 1]:
+            return ndim
+    return min(before, ndim)
