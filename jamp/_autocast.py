@@ -35,7 +35,9 @@ class Traced(NamedTuple):
 
 def is_array(leaf: Any) -> bool:
     """Whether a leaf of the arguments is traced; others are passed through."""
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return leaf.dtype.kind not in "OSU"
+    return isinstance(leaf, jax.Array)
 
 
 def trace(fn: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> Traced:
@@ -246,7 +248,8 @@ class autocast:
             raise AutocastTypeError("autocast transforms a function, got an autocast")
         transformed: dict[Options, _Transformed] = {}
 
-        @functools.wraps(fn)
+        # Not the attributes: a module is callable and full of them.
+        @functools.wraps(fn, updated=())
         def under_autocast(*args: Any, **kwargs: Any) -> Any:
             options = _regions.make_options(*self._arguments)
             if options not in transformed:

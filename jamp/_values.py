@@ -69,9 +69,8 @@ class Value:
 
     @property
     def eligible(self) -> bool:
-        """Whether autocast may cast it."""
-        dtype = getattr(self.aval, "dtype", None)
-        return dtype is not None and _dtypes.eligible(dtype)
+        """Whether autocast may cast it; a reference, say, holds floats and is none."""
+        return type(self.aval) is jax.core.ShapedArray and _dtypes.eligible(self.dtype)
 
     @property
     def ndim(self) -> int:

@@ -13,6 +13,7 @@ from jamp import _dtypes
 from jamp._dtypes import DType
 from jamp._emit import Emitter, Scribe
 from jamp._records import Entry, Group
+from jamp._rules.plain import run_as_traced
 from jamp._values import Traits, Value
 
 if TYPE_CHECKING:
@@ -109,6 +110,9 @@ def run_jit(
 ) -> list[Value]:
     """Runs a jitted function; it keeps its name, donation, inlining and shardings."""
     program = eqn.params["jaxpr"]
+    if not all(type(value.aval) is jax.core.ShapedArray for value in operands):
+        # It takes a reference, or another thing that cannot be traced anew.
+        return run_as_traced(eqn, operands, emitter)
     inner = rewrite(interpreter, program, operands, context)
     _note(eqn, emitter, inner.entries, operands)
     arrays = [value.array for value in operands]

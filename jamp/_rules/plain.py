@@ -57,6 +57,18 @@ def run_plain(
     return emit(eqn, operands, dtypes, emitter)
 
 
+def run_as_traced(
+    eqn: JaxprEqn, operands: Sequence[Value], emitter: Emitter
+) -> list[Value]:
+    """Runs an equation in the dtypes it was traced in, whatever its rule."""
+    source = f"{eqn.primitive.name} takes more than arrays"
+    emitter.record.ruling = emitter.record.ruling._replace(
+        rule=Rule.AS_TRACED, source=source
+    )
+    dtypes = choose(Rule.AS_TRACED, eqn, operands, emitter.region.dtype)
+    return emit(eqn, operands, dtypes, emitter)
+
+
 def _bound_to_dtypes(eqn: JaxprEqn) -> bool:
     """Whether an equation can only run as traced, whatever its rule."""
     name = eqn.primitive.name

@@ -1,0 +1,105 @@
+"""What autocast adds to tracing and lowering the training step of a transformer.
+
+For each depth, `value_and_grad` of the loss of a Flax transformer is traced and lowered
+in turn as written and under autocast, from empty caches. Reported are the medians, in
+seconds of processor time, and the median of the ratios of the pairs.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from results_file import write_results
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import jamp
+
+DEPTHS = (3, 6, 12, 24)
+PAIRS = 11
+WIDTH = 64
+VOCABULARY = 128
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = nn.LayerNorm()(x)
+        x = x + nn.MultiHeadDotProductAttention(num_heads=4)(y, y)
+        y = nn.Dense(4 * WIDTH)(nn.LayerNorm()(x))
+        return x + nn.Dense(WIDTH)(nn.gelu(y))
+
+
+class Transformer(nn.Module):
+    depth: int
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = nn.Embed(VOCABULARY, WIDTH)(tokens)
+        for _ in range(self.depth):
+            x = Block()(x)
+        return nn.Dense(VOCABULARY)(nn.LayerNorm()(x))
+
+
+def make_loss(depth: int) -> tuple[Callable[..., jax.Array], Any, jax.Array]:
+    """The loss of a transformer, its parameters and a batch of tokens."""
+    model = Transformer(depth)
+    tokens = jnp.zeros((2, 32), jnp.int32)
+    params = model.init(jax.random.key(0), tokens)
+
+    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+        logits = model.apply(params, tokens)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens)
+        return losses.mean()
+
+    return loss, params, tokens
+
+
+def seconds(loss: Callable[..., jax.Array], params: Any, tokens: jax.Array) -> float:
+    """Processor time of tracing and lowering value_and_grad from empty caches."""
+    jax.clear_caches()
+    step = jax.jit(jax.value_and_grad(loss))
+    start = time.process_time()
+    step.trace(params, tokens).lower()
+    return time.process_time() - start
+
+
+def measure(depth: int) -> dict[str, float]:
+    """Medians over interleaved pairs, after one pair that is not counted."""
+    loss, params, tokens = make_loss(depth)
+    pairs = []
+    for _ in track(range(PAIRS + 1), f"depth {depth}"):
+        plain = seconds(loss, params, tokens)
+        pairs.append((plain, seconds(jamp.autocast(loss), params, tokens)))
+    del pairs[0]
+    return {
+        "depth": depth,
+        "float32_seconds": statistics.median(plain for plain, _ in pairs),
+        "autocast_seconds": statistics.median(cast for _, cast in pairs),
+        "ratio": statistics.median(cast / plain for plain, cast in pairs),
+    }
+
+
+def main() -> None:
+    figures = [measure(depth) for depth in DEPTHS]
+    table = Table("depth", "float32", "autocast", "ratio", "autocast per layer")
+    for row in figures:
+        table.add_row(
+            str(row["depth"]),
+            f"{row['float32_seconds']:.2f} s",
+            f"{row['autocast_seconds']:.2f} s",
+            f"{row['ratio']:.2f}",
+            f"{row['autocast_seconds'] / row['depth'] * 1e3:.0f} ms",
+        )
+    Console().print(table)
+    print(f"written: {write_results('trace_cost', {'depths': figures})}")
+
+
+if __name__ == "__main__":
+    main()
