@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import Any
 
 # No public name gives the settings (x64, mesh, matmul precision ...) that a trace
 # depends on and that jax.jit itself keys its caches on.
@@ -38,3 +39,12 @@ def primitive_names() -> frozenset[str]:
     for rules in _platform_specific_lowerings.values():
         known.update(rules)
     return frozenset(primitive.name for primitive in known) | _OTHER_RELEASES
+
+
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """How many constants and how many carried values a scan equation takes."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    # JAX 0.12 describes its operands as a tree of constants, carry and slices.
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from jamp._rules.calls import run_custom_jvp, run_jit
+from jamp._rules.calls import run_jit
 from jamp._rules.convert import run_convert
+from jamp._rules.derivatives import run_custom_jvp
 from jamp._values import Value
 
 HANDLERS: Mapping[str, Callable[..., list[Value]]] = {

@@ -1,0 +1,133 @@
+"""Inner programs: rewritten once for each combination of inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.extend.core import JaxprEqn, jaxpr_as_fun
+
+from jamp import _dtypes
+from jamp._dtypes import DType
+from jamp._emit import Emitter, Scribe
+from jamp._records import Entry, Group
+from jamp._values import Traits, Value
+
+if TYPE_CHECKING:
+    from jamp._interpret import Context, Interpreter
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """An inner program, rewritten for inputs of certain dtypes and traits.
+
+    Attributes:
+      program: the new closed jaxpr.
+      extras: (input, dtype) pairs: casts of inputs that it takes as further inputs.
+      traits: what is known of its results.
+      entries: records of its equations.
+      changed: whether it differs from the program as traced.
+    """
+
+    program: Any
+    extras: tuple[tuple[int, DType], ...]
+    traits: tuple[Traits, ...]
+    entries: list[Entry]
+    changed: bool
+
+    @property
+    def dtypes(self) -> tuple[Any, ...]:
+        """Dtypes of its results."""
+        return tuple(getattr(a, "dtype", None) for a in self.program.out_avals)
+
+    def __call__(self, *arrays: Any) -> list[Any]:
+        """Runs it on its inputs and extras."""
+        return list(jaxpr_as_fun(self.program)(*arrays))
+
+
+def rewrite(
+    interpreter: Interpreter,
+    program: Any,
+    operands: Sequence[Value],
+    context: Context,
+    *,
+    hoisted: Iterable[int] = (),
+) -> Rewritten:
+    """Rewrites an inner program, once for each combination of inputs.
+
+    Args:
+      interpreter: runs the equations.
+      program: the closed jaxpr as traced.
+      operands: the inputs; only their dtypes and traits matter.
+      context: what holds around it.
+      hoisted: inputs whose narrowing casts are left to the caller, so that a value
+        that enters several programs, or a loop, is cast once.
+    """
+    known = tuple((value.aval, value.traits) for value in operands)
+    slots = tuple(hoisted)
+    key = (id(program), known, context, slots)
+    if key not in interpreter.cache:
+        rewritten = _rewrite(interpreter, program, operands, context, slots, ())
+        # The cache holds the program too, so that its id stays taken.
+        interpreter.cache[key] = (rewritten, program)
+    found: Rewritten = interpreter.cache[key][0]
+    return found
+
+
+def _rewrite(
+    interpreter: Interpreter,
+    program: Any,
+    operands: Sequence[Value],
+    context: Context,
+    hoisted: tuple[int, ...],
+    extras: tuple[tuple[int, DType], ...],
+) -> Rewritten:
+    scribe = Scribe()
+    traits: list[Traits] = []
+    count = len(operands)
+
+    def run(*arrays: Any) -> list[Any]:
+        values = [
+            Value(array, outer.aval, outer.traits, slot if slot in hoisted else None)
+            for slot, (array, outer) in enumerate(
+                zip(arrays[:count], operands, strict=True)
+            )
+        ]
+        for (slot, dtype), array in zip(extras, arrays[count:], strict=True):
+            values[slot].casts[dtype] = array
+        results = interpreter.run(program, values, context, scribe)
+        traits[:] = [result.traits for result in results]
+        return [result.array for result in results]
+
+    avals = [value.aval for value in operands]
+    narrowed = [avals[slot].update(dtype=dtype) for slot, dtype in extras]
+    rewritten = jax.make_jaxpr(run)(*avals, *narrowed)
+    requests = tuple(sorted(scribe.requests, key=lambda r: (r[0], r[1].name)))
+    if requests and not extras:
+        return _rewrite(interpreter, program, operands, context, hoisted, requests)
+    return Rewritten(rewritten, extras, tuple(traits), scribe.entries, scribe.changed)
+
+
+def note(
+    eqn: JaxprEqn,
+    emitter: Emitter,
+    operands: Sequence[Value],
+    *programs: Rewritten,
+) -> None:
+    """Records inner programs under their equation."""
+    emitter.record.operands = tuple(map(_dtypes.dtype_of, operands))
+    for program in programs:
+        emitter.scribe.entries.append(Group(eqn, program.entries))
+        emitter.scribe.changed |= program.changed
+
+
+def to_values(arrays: Sequence[Any], traits: Sequence[Traits]) -> list[Value]:
+    """Values of arrays about which something is known."""
+    values = []
+    for array, known in zip(arrays, traits, strict=True):
+        value = Value.of(array)
+        value.traits = known
+        values.append(value)
+    return values
