@@ -1,0 +1,43 @@
+# `make train` runs the example, `make test` every check. Each first sets up what it
+# needs in a virtual environment: .venv, or .venv-3.x when PYTHON names another Python.
+
+PYTHON ?= python3
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+ifeq ($(VERSION),)
+$(error $(PYTHON) does not run; name another Python with PYTHON=/path/to/python)
+endif
+
+ifeq ($(PYTHON),python3)
+VENV := .venv
+else
+VENV := .venv-$(VERSION)
+endif
+BIN := $(VENV)/bin
+
+export JAX_PLATFORMS ?= cpu
+export PIP_NO_INPUT := 1
+
+.PHONY: train test clean
+
+train: $(VENV)/.installed-$(VERSION)-examples
+	$(BIN)/python examples/digits.py
+
+test: $(VENV)/.installed-$(VERSION)-test
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy --strict jamp
+	$(BIN)/pytest -n 2
+
+clean:
+	rm -rf .venv .venv-* build dist *.egg-info
+
+# The stamps carry the Python version, so a changed python3 starts a new environment.
+$(VENV)/.installed-$(VERSION)-%: pyproject.toml | $(BIN)/python$(VERSION)
+	$(BIN)/python -m pip install --editable '.[$*]'
+	touch $@
+
+$(BIN)/python$(VERSION):
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --upgrade pip
+
+.DELETE_ON_ERROR:
