@@ -33,7 +33,7 @@ def of_array(value: Any) -> Interval | None:
     if array.size == 0 or array.dtype.kind == "c":
         return None
     wide = array.astype(np.float64)
-    return Interval(float(wide.min()), float(wide.max()))
+    return Interval(float(np.min(wide)), float(np.max(wide)))
 
 
 def destroyed(interval: Interval, dtype: DType) -> bool:

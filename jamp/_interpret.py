@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jamp import _dtypes, _origin
@@ -21,8 +22,8 @@ from jamp._occurrence import run_occurrence
 from jamp._policy import RECIPROCAL, Policy, Rule
 from jamp._records import Record, Ruling
 from jamp._regions import Options, Scope
-from jamp._rules import HANDLERS
-from jamp._rules.plain import run_plain
+from jamp._rules import STRUCTURAL, handler
+from jamp._rules.plain import run_as_traced
 from jamp._values import Value
 
 
@@ -176,9 +177,15 @@ class Interpreter:
         record = Record(eqn, ruling, context.scope.names)
         scribe.entries.append(record)
         emitter = Emitter(record, context.region, scribe)
-        handler = HANDLERS.get(eqn.primitive.name, run_plain)
+        run = handler(eqn.primitive.name)
+        if eqn.primitive.name in STRUCTURAL:
+            if not all(type(v.aval) is jax.core.ShapedArray for v in operands):
+                # It takes a reference, or another thing that cannot be traced anew.
+                run = run_as_traced
+            elif ruling.rule is not Rule.PROMOTE:
+                context = context._replace(forced=ruling)
         with source_of(eqn):
-            results = handler(self, eqn, operands, context, emitter)
+            results = run(self, eqn, operands, context, emitter)
         record.results = tuple(map(_dtypes.dtype_of, results))
         env.bind(eqn.outvars, results)
 

@@ -45,7 +45,7 @@ def load(source: str | Path) -> Policy:
 
 @cache
 def _load_builtin(name: str) -> Policy:
-    resource = files("jamp").joinpath("policies", f"{name}.toml")
+    resource = files("jamp.policies").joinpath(f"{name}.toml")
     return _parse(resource.read_text(encoding="utf-8"), f"{name}.toml")
 
 

@@ -5,12 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from jamp._rules.calls import run_jit
+from jamp._rules.control_flow import run_cond, run_scan, run_while
 from jamp._rules.convert import run_convert
-from jamp._rules.derivatives import run_custom_jvp
+from jamp._rules.derivatives import run_checkpoint, run_custom_jvp, run_custom_vjp
+from jamp._rules.plain import run_plain
 from jamp._values import Value
 
-HANDLERS: Mapping[str, Callable[..., list[Value]]] = {
-    "convert_element_type": run_convert,
+Handler = Callable[..., list[Value]]
+
+# Equations that hold programs, which are rewritten.
+STRUCTURAL: Mapping[str, Handler] = {
+    "cond": run_cond,
     "custom_jvp_call": run_custom_jvp,
+    "custom_vjp_call": run_custom_vjp,
     "jit": run_jit,
+    "remat2": run_checkpoint,
+    "scan": run_scan,
+    "while": run_while,
 }
+
+
+def handler(primitive: str) -> Handler:
+    """What runs the equations of a primitive."""
+    if primitive == "convert_element_type":
+        return run_convert
+    return STRUCTURAL.get(primitive, run_plain)

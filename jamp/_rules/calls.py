@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import jax
 from jax.extend.core import JaxprEqn
 
 from jamp._emit import Emitter
-from jamp._rules.plain import run_as_traced
 from jamp._rules.programs import note, rewrite, to_values
 from jamp._values import Value
 
@@ -25,9 +23,6 @@ def run_jit(
     emitter: Emitter,
 ) -> list[Value]:
     """Runs a jitted function; it keeps its name, donation, inlining and shardings."""
-    if not all(type(value.aval) is jax.core.ShapedArray for value in operands):
-        # It takes a reference, or another thing that cannot be traced anew.
-        return run_as_traced(eqn, operands, emitter)
     program = eqn.params["jaxpr"]
     slots = range(len(operands))
     inner = rewrite(interpreter, program, operands, context, hoisted=slots)

@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes
 from jamp._emit import Emitter, Scribe
-from jamp._rules.programs import Rewritten, note, rewrite, to_values
+from jamp._rules.programs import Rewritten, closed, note, rewrite, to_values
 from jamp._values import Value
 
 if TYPE_CHECKING:
@@ -66,6 +67,91 @@ def _tangents(
     values += [Value.of(tangent) for tangent in tangents]
     results = interpreter.run(program, values, context, Scribe())
     return _in_dtypes(results, inner.dtypes * 2)
+
+
+def run_custom_vjp(
+    interpreter: Interpreter,
+    eqn: JaxprEqn,
+    operands: Sequence[Value],
+    context: Context,
+    emitter: Emitter,
+) -> list[Value]:
+    """Runs a custom_vjp function; its two rules are kept and run under the policy."""
+    inner = rewrite(interpreter, eqn.params["call_jaxpr"], operands, context)
+    note(eqn, emitter, operands, inner)
+    emitter.scribe.changed = True
+    forward, backward = _trace_vjp(eqn)
+    differentiable = _differentiable(eqn)
+
+    def fwd(*arrays: Any) -> tuple[tuple[Any, ...], list[Any]]:
+        values = [
+            Value(array, outer.aval, outer.traits)
+            for array, outer in zip(arrays, operands, strict=True)
+        ]
+        results = interpreter.run(forward, values, context, Scribe())
+        outs = _in_dtypes(results[: len(inner.dtypes)], inner.dtypes)
+        return outs, [value.array for value in results[len(inner.dtypes) :]]
+
+    def bwd(residuals: list[Any], cotangents: Any) -> tuple[Any, ...]:
+        values = [Value.of(array) for array in (*residuals, *cotangents)]
+        results = interpreter.run(backward, values, context, Scribe())
+        dtypes = [operands[slot].dtype for slot in differentiable]
+        found = dict(zip(differentiable, _in_dtypes(results, dtypes), strict=True))
+        return tuple(found.get(slot) for slot in range(len(operands)))
+
+    function = jax.custom_vjp(_primal(eqn, inner))
+    function.defvjp(fwd, bwd)
+    arrays = [value.array for value in operands]
+    return to_values(function(*arrays), inner.traits)
+
+
+def _differentiable(eqn: JaxprEqn) -> list[int]:
+    """Operands of an equation that have a gradient."""
+    dtypes = map(_dtypes.dtype_of, eqn.invars)
+    return [i for i, d in enumerate(dtypes) if jax.numpy.issubdtype(d, np.inexact)]
+
+
+def _trace_vjp(eqn: JaxprEqn) -> tuple[Any, Any]:
+    """Programs of the user's forward and backward rules, as written."""
+    trees: list[Any] = []
+    differentiable = _differentiable(eqn)
+
+    def forward(*arrays: Any) -> tuple[Any, Any]:
+        outs, pullback = jax.vjp(_call(eqn), *arrays)
+        residuals, tree = jax.tree.flatten(pullback)
+        trees.append(tree)
+        return outs, residuals
+
+    def backward(residuals: Any, cotangents: Any) -> list[Any]:
+        gradients = jax.tree.unflatten(trees[-1], residuals)(cotangents)
+        return [gradients[slot] for slot in differentiable]
+
+    program = jax.make_jaxpr(forward)(*(var.aval for var in eqn.invars))
+    results = list(program.out_avals)
+    count = len(eqn.outvars)
+    tangents = [aval.to_tangent_aval() for aval in results[:count]]
+    return program, jax.make_jaxpr(backward)(results[count:], tangents)
+
+
+def run_checkpoint(
+    interpreter: Interpreter,
+    eqn: JaxprEqn,
+    operands: Sequence[Value],
+    context: Context,
+    emitter: Emitter,
+) -> list[Value]:
+    """Runs a checkpointed function; it recomputes in the dtypes of the first run."""
+    params = eqn.params
+    inner = rewrite(interpreter, closed(params["jaxpr"]), operands, context)
+    note(eqn, emitter, operands, inner)
+    arrays = [value.array for value in operands]
+    if not inner.changed:
+        bound = eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(params))
+        return to_values(bound, inner.traits)
+    function = jax.checkpoint(
+        inner.__call__, prevent_cse=params["prevent_cse"], policy=params["policy"]
+    )
+    return to_values(function(*arrays), inner.traits)
 
 
 def _call(eqn: JaxprEqn) -> Callable[..., Any]:

@@ -58,9 +58,14 @@ def run_plain(
 
 
 def run_as_traced(
-    eqn: JaxprEqn, operands: Sequence[Value], emitter: Emitter
+    interpreter: Interpreter,
+    eqn: JaxprEqn,
+    operands: Sequence[Value],
+    context: Context,
+    emitter: Emitter,
 ) -> list[Value]:
     """Runs an equation in the dtypes it was traced in, whatever its rule."""
+    del interpreter, context
     source = f"{eqn.primitive.name} takes more than arrays"
     emitter.record.ruling = emitter.record.ruling._replace(
         rule=Rule.AS_TRACED, source=source

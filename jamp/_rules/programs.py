@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.extend.core import JaxprEqn, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
 from jamp import _dtypes
 from jamp._dtypes import DType
@@ -108,6 +108,11 @@ def _rewrite(
     if requests and not extras:
         return _rewrite(interpreter, program, operands, context, hoisted, requests)
     return Rewritten(rewritten, extras, tuple(traits), scribe.entries, scribe.changed)
+
+
+def closed(program: Any) -> Any:
+    """A program that an equation holds without constants, as a closed one."""
+    return program if hasattr(program, "consts") else ClosedJaxpr(program, ())
 
 
 def note(
