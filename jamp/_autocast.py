@@ -37,7 +37,7 @@ def is_array(leaf: Any) -> bool:
     """Whether a leaf of the arguments is traced; others are passed through."""
     if isinstance(leaf, (np.ndarray, np.generic)):
         return leaf.dtype.kind not in "OSU"
-    return isinstance(leaf, jax.Array)
+    return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
 
 
 def trace(fn: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> Traced:
@@ -125,7 +125,9 @@ class _Transformed:
         traced = self._traced.get(key) if key is not None else None
         if traced is None:
             traced = trace(self._fn, self._options, args, kwargs)
-            if any(isinstance(c, jax.core.Tracer) for c in traced.program.consts):
+            if any(isinstance(const, jax.Array) for const in traced.program.consts):
+                # It closes over arrays, which may be others at the next call, as the
+                # parameters of a module are after an update.
                 key = None
             if key is not None:
                 self._traced[key] = traced

@@ -48,3 +48,13 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     # JAX 0.12 describes its operands as a tree of constants, carry and slices.
     consts, carry, _ = params["ft_in"].unpack()
     return len(consts), len(carry)
+
+
+def inlined(fn: Any) -> bool:
+    """Whether a function is jitted with `inline=True`."""
+    # No public attribute of a jitted function tells how it was jitted. What is inlined
+    # leaves no frame of the function in the equations that it emits.
+    info = getattr(fn, "_jit_info", None)
+    # JAX 0.12 has an enumeration where 0.10 has a bool.
+    inline = getattr(info, "inline", False)
+    return getattr(inline, "name", inline) in (True, "JAX_EARLY")

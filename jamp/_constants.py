@@ -120,5 +120,4 @@ def propagate(eqn: JaxprEqn, operands: list[Interval | None]) -> Interval | None
     rule = _ARITHMETIC.get(eqn.primitive.name)
     if rule is None or not operands or any(x is None for x in operands):
         return None
-    found = rule(*operands)
-    return None if found is None or math.isnan(found.low + 0 * found.low) else found
+    return rule(*operands)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import JaxprEqn
 from jax.extend.source_info_util import current_name_stack, user_context
 
@@ -57,8 +58,8 @@ class Emitter:
         if value.dtype == dtype:
             return value.array
         self.scribe.changed = True
-        if value.is_literal:
-            return value.literal_in(dtype)
+        if value.constant is not None:
+            return np.asarray(value.constant).astype(dtype)[()]
         found = value.casts.get(dtype)
         if found is not None:
             return found

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
+from jamp._compat import inlined
 from jamp._errors import PolicyError
 
 
@@ -24,10 +25,18 @@ def code_of(obj: Any) -> CodeType | None:
 
     Looks through partials, jit, custom_jvp and every decorator that keeps
     `__wrapped__`; a class stands for its `__call__` method.
+
+    Raises:
+      PolicyError: JAX inlines the function, so that its calls leave no frame of it.
     """
     if inspect.isclass(obj):
         obj = inspect.getattr_static(obj, "__call__", None)
     while True:
+        if inlined(obj):
+            raise PolicyError(
+                f"JAX inlines {getattr(obj, '__name__', obj)} where it is called, so "
+                "that its calls cannot be recognised; give a rule to its primitives"
+            )
         if isinstance(obj, functools.partial):
             obj = obj.func
         elif hasattr(obj, "__wrapped__"):

@@ -65,6 +65,7 @@ class Interpreter:
         self.cache: dict[Any, tuple[Any, Any]] = {}
         self._functions: dict[Policy, Mapping[int, Function]] = {}
         self._warned = False
+        self._callers: list[JaxprEqn] = []
 
     def functions(self, policy: Policy) -> Mapping[int, Function]:
         """The policy's functions, by the id of their code object."""
@@ -171,9 +172,13 @@ class Interpreter:
     ) -> None:
         """Runs one equation under the rule that holds for it."""
         operands = [env.read(var) for var in eqn.invars]
-        ruling = context.forced or primitive_ruling(eqn, operands, context.region)
+        ruling = context.forced
+        if ruling is None:
+            policy = context.region.policy
+            self._check_unsafe(eqn, operands, policy)
+            ruling = primitive_ruling(eqn, operands, policy)
         if ruling.rule is Rule.BANNED:
-            raise banned(eqn, ruling)
+            raise self._banned(eqn, ruling)
         record = Record(eqn, ruling, context.scope.names)
         scribe.entries.append(record)
         emitter = Emitter(record, context.region, scribe)
@@ -184,10 +189,40 @@ class Interpreter:
                 run = run_as_traced
             elif ruling.rule is not Rule.PROMOTE:
                 context = context._replace(forced=ruling)
+        self._callers.append(eqn)
         with source_of(eqn):
             results = run(self, eqn, operands, context, emitter)
+        self._callers.pop()
         record.results = tuple(map(_dtypes.dtype_of, results))
         env.bind(eqn.outvars, results)
+
+    def _where(self, eqn: JaxprEqn) -> str:
+        """The user's line that led to an equation, or to the call it is inside."""
+        for outer in (eqn, *reversed(self._callers)):
+            found = _origin.location(outer)
+            if found is not None:
+                return str(found)
+        return "unknown location"
+
+    def _check_unsafe(
+        self, eqn: JaxprEqn, operands: Sequence[Value], policy: Policy
+    ) -> None:
+        for unsafe in policy.unsafe:
+            if eqn.primitive.name in unsafe.primitives and any(
+                operand.traits.rounded == unsafe.dtype for operand in operands
+            ):
+                raise BannedOpError(
+                    f"{self._where(eqn)}: {eqn.primitive.name} of a probability that "
+                    f"was rounded to {unsafe.dtype.name} is unsafe: {unsafe.advice}"
+                )
+
+    def _banned(self, eqn: JaxprEqn, ruling: Ruling) -> BannedOpError:
+        what = ruling.function.name if ruling.function else eqn.primitive.name
+        return BannedOpError(
+            f"{self._where(eqn)}: {what} is banned ({ruling.source}); compute it in a "
+            "region with jamp.autocast(enabled=False), or write it in a way that the "
+            "policy allows"
+        )
 
 
 class Environment:
@@ -242,41 +277,17 @@ def user_ruling(scope: Scope) -> Ruling | None:
 
 
 def primitive_ruling(
-    eqn: JaxprEqn, operands: Sequence[Value], region: Options
+    eqn: JaxprEqn, operands: Sequence[Value], policy: Policy
 ) -> Ruling:
     """The rule of an equation's primitive."""
-    policy = region.policy
     name = eqn.primitive.name
     rules = policy.primitive_rules
     if name == "div" and operands[0].weak and not operands[1].weak:
         name = RECIPROCAL if RECIPROCAL in rules else name
-    _check_unsafe(eqn, operands, policy)
     rule = rules.get(name)
     if rule is None:
         return Ruling(Rule.AS_TRACED, f"{name} is unknown to {policy.name}")
     return Ruling(rule, f"{name} in {policy.name}")
-
-
-def _check_unsafe(eqn: JaxprEqn, operands: Sequence[Value], policy: Policy) -> None:
-    for unsafe in policy.unsafe:
-        if eqn.primitive.name in unsafe.primitives and any(
-            operand.traits.rounded == unsafe.dtype for operand in operands
-        ):
-            raise BannedOpError(
-                f"{_origin.location(eqn) or 'unknown location'}: {eqn.primitive.name} "
-                f"of a probability that was rounded to {unsafe.dtype.name} is unsafe: "
-                f"{unsafe.advice}"
-            )
-
-
-def banned(eqn: JaxprEqn, ruling: Ruling) -> BannedOpError:
-    """The error for an operation that a policy bans."""
-    where = _origin.location(eqn) or "unknown location"
-    what = ruling.function.name if ruling.function else eqn.primitive.name
-    return BannedOpError(
-        f"{where}: {what} is banned ({ruling.source}); compute it in a region with "
-        "jamp.autocast(enabled=False), or write it in a way that the policy allows"
-    )
 
 
 def _continues(group: Sequence[Step], step: Step) -> bool:

@@ -108,27 +108,28 @@ class Policy:
         Raises:
           PolicyError: an unknown rule, primitive or function, or one entry given twice.
         """
-        primitives: dict[str, Rule] = {}
-        functions: dict[Function, Rule] = {}
+        given: dict[Any, Rule] = {}
+        keys: dict[Any, str | Function] = {}
         for name, entries in rules.items():
             rule = to_rule(name)
             if isinstance(entries, str):
                 raise PolicyError(f"{name}={entries!r}: give a list of entries")
             for entry in entries:
                 key = _entry(entry)
-                table: dict[Any, Rule] = (
-                    primitives if isinstance(key, str) else functions
-                )
-                if table.setdefault(key, rule) is not rule:
+                same = _identity(key)
+                if given.setdefault(same, rule) is not rule:
                     raise PolicyError(f"{_label(key)} is given two rules")
-        merged = {**dict(self.functions), **functions}
-        for function in functions:
-            function.resolve()
+                keys[same] = key
+        primitives = dict(self.primitives)
+        functions = {f: r for f, r in self.functions if _identity(f) not in given}
+        for same, key in keys.items():
+            table: dict[Any, Rule] = primitives if isinstance(key, str) else functions
+            table[key] = given[same]
         return replace(
             self,
             name=_derived(self.name),
-            primitives=tuple(sorted({**dict(self.primitives), **primitives}.items())),
-            functions=tuple(merged.items()),
+            primitives=tuple(sorted(primitives.items())),
+            functions=tuple(functions.items()),
         )
 
     def scoped(self, pattern: str, rule: str) -> Policy:
@@ -258,6 +259,11 @@ def _entry(entry: Any) -> str | Function:
     if isinstance(entry, str):
         return Function(entry) if "." in entry else check_primitive(entry)
     return Function.of(entry)
+
+
+def _identity(key: str | Function) -> Any:
+    """What two names of one function have in common."""
+    return key if isinstance(key, str) else key.resolve() or key.name
 
 
 def _label(key: str | Function) -> str:

@@ -35,10 +35,10 @@ def load(source: str | Path) -> Policy:
     path = Path(source)
     try:
         text = path.read_text(encoding="utf-8")
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise PolicyError(
             f"cannot read policy {str(source)!r}: give one of {', '.join(BUILTIN)} or "
-            f"the path of a TOML file ({error.strerror})"
+            f"the path of a TOML file ({error})"
         ) from error
     return _parse(text, str(path))
 
@@ -71,8 +71,12 @@ def _parse(text: str, file: str) -> Policy:
     with _located(file, "dtype"):
         dtype = base.dtype if base and "dtype" not in table else None
         dtype = dtype or to_dtype(table.get("dtype"))
+    name = table.get("name", Path(file).stem)
+    with _located(file, "name"):
+        if not isinstance(name, str):
+            raise PolicyError(f"must be a string, got {name!r}")
     return Policy(
-        name=table.get("name", Path(file).stem),
+        name=name,
         dtype=dtype,
         primitives=tuple(sorted(primitives.items())),
         functions=tuple(functions.items()),
@@ -115,6 +119,8 @@ def _entries(group: Any, rule: str, file: str) -> Iterator[tuple[str, str | Func
 
 def _activation_results(group: Any, file: str) -> tuple[Function, ...]:
     with _located(file, "results"):
+        if not isinstance(group, dict):
+            raise PolicyError("must be a table with 'activation'")
         _check_keys(group, ("activation",), "results")
     names = _strings(group.get("activation", []), file, "results.activation")
     for name in names:
@@ -125,6 +131,9 @@ def _activation_results(group: Any, file: str) -> tuple[Function, ...]:
 
 def _unsafe(groups: Any, file: str) -> tuple[Unsafe, ...]:
     found = []
+    with _located(file, "unsafe"):
+        if not isinstance(groups, list):
+            raise PolicyError("must be a list of tables, each headed [[unsafe]]")
     for group in groups:
         with _located(file, "unsafe"):
             _check_keys(group, _UNSAFE_KEYS, "unsafe")

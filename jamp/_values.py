@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from jamp import _constants, _dtypes
 from jamp._constants import Interval
@@ -83,10 +82,9 @@ class Value:
         return self.traits.interval is not None
 
     @property
-    def is_literal(self) -> bool:
-        """Whether it is a literal, which changes its dtype at no cost."""
-        return self.ndim == 0 and not isinstance(self.array, jax.Array)
-
-    def literal_in(self, dtype: DType) -> Any:
-        """The literal in another dtype."""
-        return np.asarray(self.array, self.dtype).astype(dtype)[()]
+    def constant(self) -> float | None:
+        """The number it stands for, if it is a scalar known before the program runs."""
+        interval = self.traits.interval
+        if interval is None or self.ndim > 0 or interval.low != interval.high:
+            return None
+        return interval.low

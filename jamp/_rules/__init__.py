@@ -9,6 +9,7 @@ from jamp._rules.control_flow import run_cond, run_scan, run_while
 from jamp._rules.convert import run_convert
 from jamp._rules.derivatives import run_checkpoint, run_custom_jvp, run_custom_vjp
 from jamp._rules.plain import run_plain
+from jamp._rules.sharding import run_shard_map
 from jamp._values import Value
 
 Handler = Callable[..., list[Value]]
@@ -21,6 +22,7 @@ STRUCTURAL: Mapping[str, Handler] = {
     "jit": run_jit,
     "remat2": run_checkpoint,
     "scan": run_scan,
+    "shard_map": run_shard_map,
     "while": run_while,
 }
 

@@ -14,7 +14,24 @@ from jamp._policy import Rule
 from jamp._values import Value
 
 # Their operands need not agree in dtype.
-_INDEPENDENT = frozenset({"sort", "optimization_barrier", "top_k", "approx_top_k"})
+_INDEPENDENT = frozenset(
+    {
+        "all_gather",
+        "all_gather_invariant",
+        "all_to_all",
+        "approx_top_k",
+        "optimization_barrier",
+        "pmax",
+        "pmin",
+        "ppermute",
+        "psum",
+        "psum_invariant",
+        "pvary",
+        "reduce_scatter",
+        "sort",
+        "top_k",
+    }
+)
 
 
 class Dtypes(NamedTuple):
@@ -73,7 +90,7 @@ def _promote(eqn: JaxprEqn, operands: Sequence[Value]) -> Dtypes:
     firm = [v for v in floats if not v.weak]
     if eqn.primitive.name in _INDEPENDENT or not floats:
         return Dtypes((None,) * len(operands))
-    arrays = [v for v in firm if v.ndim > 0] or firm
+    arrays = [v for v in firm if v.traits.rank > 0] or firm
     if not arrays:
         dtype = _dtypes.widest(v.dtype for v in floats)
         return Dtypes(tuple(dtype if v.eligible else None for v in operands))
@@ -83,7 +100,7 @@ def _promote(eqn: JaxprEqn, operands: Sequence[Value]) -> Dtypes:
     result = None
     if any(_destroyed(value, dtype) for value in floats):
         dtype = FLOAT32
-    elif any(v.dtype == FLOAT32 != dtype for v in firm if v.ndim == 0):
+    elif any(v.dtype == FLOAT32 != dtype for v in firm if v.traits.rank == 0):
         # A scalar of the program may be out of range, and its gradient is a sum: round
         # the result, not the scalar.
         result, dtype = dtype, FLOAT32

@@ -1,0 +1,49 @@
+"""shard_map: the body is rewritten; mesh and specs are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.extend.core import JaxprEqn
+
+from jamp import _dtypes
+from jamp._emit import Emitter, Scribe
+from jamp._records import Group
+from jamp._rules.programs import closed
+from jamp._values import Value
+
+if TYPE_CHECKING:
+    from jamp._interpret import Context, Interpreter
+
+
+def run_shard_map(
+    interpreter: Interpreter,
+    eqn: JaxprEqn,
+    operands: Sequence[Value],
+    context: Context,
+    emitter: Emitter,
+) -> list[Value]:
+    """Runs a shard_map; its body is run anew, because it stands on manual axes."""
+    params = eqn.params
+    scribe = Scribe()
+
+    def body(*shards: Any) -> tuple[Any, ...]:
+        values = [Value.of(shard) for shard in shards]
+        results = interpreter.run(closed(params["jaxpr"]), values, context, scribe)
+        return tuple(result.array for result in results)
+
+    function = jax.shard_map(
+        body,
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        axis_names=params["newly_manual_axes"],
+        check_vma=params["check_vma"],
+    )
+    results = function(*(value.array for value in operands))
+    emitter.record.operands = tuple(map(_dtypes.dtype_of, operands))
+    emitter.scribe.entries.append(Group(eqn, scribe.entries))
+    emitter.scribe.changed |= scribe.changed
+    return [Value.of(array) for array in results]
