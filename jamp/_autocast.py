@@ -6,7 +6,7 @@ import functools
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,85 +16,8 @@ from jamp import _dtypes, _regions
 from jamp._compat import trace_context, under_trace
 from jamp._emit import Scribe
 from jamp._errors import AutocastError, AutocastTypeError
-from jamp._interpret import Context, Interpreter
-from jamp._regions import Options, Scope
-from jamp._values import Value
-
-
-class Traced(NamedTuple):
-    """A function as traced for one signature.
-
-    Attributes:
-      program: the closed jaxpr.
-      rebuild: makes the function's result of the program's results.
-    """
-
-    program: Any
-    rebuild: Callable[[Sequence[Any]], Any]
-
-
-def is_array(leaf: Any) -> bool:
-    """Whether a leaf of the arguments is traced; others are passed through."""
-    if isinstance(leaf, (np.ndarray, np.generic)):
-        return leaf.dtype.kind not in "OSU"
-    return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
-
-
-def trace(fn: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> Traced:
-    """Traces a function, as written, on the arrays among its arguments."""
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    positions = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
-    out: dict[str, Any] = {}
-
-    def flat(arrays: list[Any]) -> list[Any]:
-        filled = list(leaves)
-        for position, array in zip(positions, arrays, strict=True):
-            filled[position] = array
-        inner_args, inner_kwargs = jax.tree.unflatten(tree, filled)
-        with _regions.tracing(options):
-            result = fn(*inner_args, **inner_kwargs)
-        out["leaves"], out["tree"] = jax.tree.flatten(result)
-        return [leaf for leaf in out["leaves"] if is_array(leaf)]
-
-    flat.__name__ = getattr(fn, "__name__", "fn")
-    program = _make_jaxpr(flat, [leaves[position] for position in positions])
-    static = [None if is_array(leaf) else (leaf,) for leaf in out["leaves"]]
-    out_tree = out["tree"]
-
-    def rebuild(results: Sequence[Any]) -> Any:
-        arrays = iter(results)
-        return jax.tree.unflatten(
-            out_tree, [next(arrays) if s is None else s[0] for s in static]
-        )
-
-    return Traced(program, rebuild)
-
-
-def _make_jaxpr(flat: Callable[[list[Any]], Any], arrays: list[Any]) -> Any:
-    try:
-        return jax.make_jaxpr(flat)(arrays)
-    except (TypeError, ValueError, NotImplementedError):
-        avals = [jax.typeof(array) for array in arrays]
-        if not any(_dtypes.narrow(aval.dtype) for aval in avals):
-            raise
-    # Some operations (linear algebra, FFTs) refuse 16-bit operands while the program is
-    # traced. The policy casts them, so the program is traced as if it had float32.
-    return jax.make_jaxpr(flat)(
-        [
-            aval.update(dtype=_dtypes.FLOAT32) if _dtypes.narrow(aval.dtype) else aval
-            for aval in avals
-        ]
-    )
-
-
-def run(
-    program: Any, arrays: Sequence[Any], options: Options, scribe: Scribe
-) -> list[Any]:
-    """Runs a traced program under autocast, emitting into the current trace."""
-    values = [Value.of(array) for array in arrays]
-    context = Context(Scope((), options))
-    results = Interpreter().run(program, values, context, scribe)
-    return [result.array for result in results]
+from jamp._regions import Options
+from jamp._trace import Traced, is_array, run, trace
 
 
 class _Transformed:

@@ -12,7 +12,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
@@ -57,10 +57,13 @@ class Function:
       name: dotted name, as shown in reports.
       code: its code object, if it was given as an object; a dotted name is resolved
         when its module is imported.
+      required: whether it is an error that its module is imported and lacks it. Tables
+        that come with jamp name functions that not every release of a library has.
     """
 
     name: str
     code: CodeType | None = None
+    required: bool = field(default=True, compare=False)
 
     @classmethod
     def of(cls, obj: Any) -> Function:
@@ -80,7 +83,12 @@ class Function:
         Raises:
           PolicyError: the module is imported and has no such function.
         """
-        return self.code or _resolve(self.name)
+        try:
+            return self.code or _resolve(self.name)
+        except PolicyError:
+            if self.required:
+                raise
+            return None
 
 
 def _resolve(name: str) -> CodeType | None:

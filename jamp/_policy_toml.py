@@ -24,6 +24,7 @@ from jamp._policy import (
 )
 
 BUILTIN = ("gpu", "cpu", "tpu")
+_BUILTIN_FILES = tuple(f"{name}.toml" for name in (*BUILTIN, "base"))
 _TOP_KEYS = ("name", "dtype", "extends", "unsafe", "results", *RULE_NAMES)
 _UNSAFE_KEYS = ("primitives", "of", "dtype", "advice")
 
@@ -110,7 +111,7 @@ def _entries(group: Any, rule: str, file: str) -> Iterator[tuple[str, str | Func
                 if kind == "primitives":
                     yield key, check_primitive(name)
                 else:
-                    function = Function(name)
+                    function = Function(name, required=file not in _BUILTIN_FILES)
                     if "." not in name:
                         raise PolicyError(f"{name!r} is not a dotted name")
                     function.resolve()

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jamp import _autocast, _regions
+from jamp import _regions, _trace
 from jamp._emit import Scribe
 from jamp._policy import Rule
 from jamp._records import MATMULS, Record, flatten
@@ -103,12 +103,12 @@ def explain(fn: Callable[..., Any], **autocast_options: Any) -> Callable[..., Re
             autocast_options.get("cache_enabled", True),
             autocast_options.get("policy"),
         )
-        traced = _autocast.trace(fn, options, args, kwargs)
+        traced = _trace.trace(fn, options, args, kwargs)
         scribe = Scribe()
         leaves = jax.tree.leaves((args, kwargs))
         jax.make_jaxpr(
-            lambda *arrays: _autocast.run(traced.program, arrays, options, scribe)
-        )(*[leaf for leaf in leaves if _autocast.is_array(leaf)])
+            lambda *arrays: _trace.run(traced.program, arrays, options, scribe)
+        )(*[leaf for leaf in leaves if _trace.is_array(leaf)])
         state = "" if options.enabled else ", disabled"
         header = (
             f"autocast on {options.device_type} to {options.dtype.name}{state}, "

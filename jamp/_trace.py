@@ -1,0 +1,111 @@
+"""Traces a function on the arrays among its arguments, and runs what was traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend.core import jaxprs_in_params
+
+from jamp import _dtypes, _regions
+from jamp._emit import Scribe
+from jamp._interpret import Context, Interpreter
+from jamp._regions import Options, Scope
+from jamp._values import Value
+
+
+class Traced(NamedTuple):
+    """A function as traced for one signature.
+
+    Attributes:
+      program: the closed jaxpr.
+      rebuild: makes the function's result of the program's results.
+    """
+
+    program: Any
+    rebuild: Callable[[Sequence[Any]], Any]
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf of the arguments is traced; others are passed through."""
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return leaf.dtype.kind not in "OSU"
+    return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
+
+
+def trace(fn: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> Traced:
+    """Traces a function, as written, on the arrays among its arguments."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    positions = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+    out: dict[str, Any] = {}
+
+    def flat(arrays: list[Any]) -> list[Any]:
+        filled = list(leaves)
+        for position, array in zip(positions, arrays, strict=True):
+            filled[position] = array
+        inner_args, inner_kwargs = jax.tree.unflatten(tree, filled)
+        with _regions.tracing(options):
+            result = fn(*inner_args, **inner_kwargs)
+        out["leaves"], out["tree"] = jax.tree.flatten(result)
+        return [leaf for leaf in out["leaves"] if is_array(leaf)]
+
+    flat.__name__ = getattr(fn, "__name__", "fn")
+    program = _make_jaxpr(flat, [leaves[position] for position in positions])
+    static = [None if is_array(leaf) else (leaf,) for leaf in out["leaves"]]
+    out_tree = out["tree"]
+
+    def rebuild(results: Sequence[Any]) -> Any:
+        arrays = iter(results)
+        return jax.tree.unflatten(
+            out_tree, [next(arrays) if s is None else s[0] for s in static]
+        )
+
+    return Traced(program, rebuild)
+
+
+# Operations without 16-bit kernels. Some releases of JAX refuse 16-bit operands of them
+# while a program is traced, others later; code around them asks for their dtype's eps.
+_FLOAT32_ONLY = frozenset(
+    "cholesky eig eigh geqrf householder_product lu ormqr qr schur svd "
+    "triangular_solve tridiagonal_solve".split()
+)
+
+
+def _make_jaxpr(flat: Callable[[list[Any]], Any], arrays: list[Any]) -> Any:
+    """Traces as written; as if in float32 where 16-bit arguments cannot be traced."""
+    avals = [jax.typeof(array) for array in arrays]
+    narrow = [_dtypes.narrow(aval.dtype) for aval in avals]
+    try:
+        program = jax.make_jaxpr(flat)(arrays)
+    except (TypeError, ValueError, NotImplementedError):
+        if not any(narrow):
+            raise
+    else:
+        if not any(narrow) or not _refuses_16_bits(program):
+            return program
+    widened = [
+        aval.update(dtype=_dtypes.FLOAT32) if short else aval
+        for aval, short in zip(avals, narrow, strict=True)
+    ]
+    return jax.make_jaxpr(flat)(widened)
+
+
+def _refuses_16_bits(program: Any) -> bool:
+    return any(
+        any(_dtypes.narrow(_dtypes.dtype_of(var)) for var in eqn.invars)
+        if eqn.primitive.name in _FLOAT32_ONLY
+        else any(map(_refuses_16_bits, jaxprs_in_params(eqn.params)))
+        for eqn in program.eqns
+    )
+
+
+def run(
+    program: Any, arrays: Sequence[Any], options: Options, scribe: Scribe
+) -> list[Any]:
+    """Runs a traced program under autocast, emitting into the current trace."""
+    values = [Value.of(array) for array in arrays]
+    context = Context(Scope((), options))
+    results = Interpreter().run(program, values, context, scribe)
+    return [result.array for result in results]
