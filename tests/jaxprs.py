@@ -1,0 +1,79 @@
+"""What tests read in a jaxpr: its equations, their dtypes, its text."""
+
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxprs_in_params
+
+LOW = (np.dtype(np.float16), np.dtype(jnp.bfloat16))
+
+
+def equations(jaxpr):
+    """All equations of a jaxpr, those of inner programs included."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield eqn
+        for inner in jaxprs_in_params(eqn.params):
+            yield from equations(inner)
+
+
+def traced(fn, *args, **kwargs):
+    """The closed jaxpr of a function."""
+    return jax.make_jaxpr(fn)(*args, **kwargs)
+
+
+def text(fn, *args):
+    """The jaxpr of a function as text, without memory addresses."""
+    return re.sub(r"0x[0-9a-f]+", "0x", str(traced(fn, *args)))
+
+
+def primitives(jaxpr):
+    """How often each primitive occurs."""
+    return Counter(eqn.primitive.name for eqn in equations(jaxpr))
+
+
+def operand_dtypes(jaxpr, *names):
+    """Operand dtypes of each equation of the named primitives."""
+    return [
+        tuple(var.aval.dtype.name for var in eqn.invars)
+        for eqn in equations(jaxpr)
+        if eqn.primitive.name in names
+    ]
+
+
+def matmul_dtypes(jaxpr):
+    """Dtypes of the two operands of each matmul and convolution."""
+    return [
+        tuple(var.aval.dtype.name for var in eqn.invars[:2])
+        for eqn in equations(jaxpr)
+        if "dot_general" in eqn.primitive.name or "conv_general" in eqn.primitive.name
+    ]
+
+
+def casts(jaxpr, source=None, target=None):
+    """Casts between floating dtypes, as (from, to, shape)."""
+    found = [
+        (eqn.invars[0].aval.dtype, eqn.params["new_dtype"], eqn.invars[0].aval.shape)
+        for eqn in equations(jaxpr)
+        if eqn.primitive.name == "convert_element_type"
+    ]
+    return [
+        (old.name, np.dtype(new).name, shape)
+        for old, new, shape in found
+        if jnp.issubdtype(old, jnp.floating)
+        and jnp.issubdtype(new, jnp.floating)
+        and (source is None or old == source)
+        and (target is None or new == target)
+    ]
+
+
+def dtypes(tree):
+    """The dtype names of a tree's leaves."""
+    return jax.tree.map(lambda leaf: leaf.dtype.name, tree)
+
+
+def is_float(leaf):
+    """Whether a leaf has a floating dtype."""
+    return bool(jnp.issubdtype(leaf.dtype, jnp.floating))

@@ -1,0 +1,334 @@
+"""What goes wrong says what, where and what to do instead."""
+
+import functools
+import inspect
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.extend.core import ClosedJaxpr, Primitive
+from jax.extend.source_info_util import new_source_info
+from jax.interpreters import batching, mlir
+
+import jamp
+
+gpu = functools.partial(jamp.autocast, device_type="gpu")
+x22 = jnp.ones((2, 2))
+
+TYPOS = {
+    "unknown key": ('[lowr]\nprimitives = ["exp"]', ["lowr", "did you mean 'lower'"]),
+    "unknown key in a rule": ('[lower]\nprimitive = ["exp"]', ["lower", "primitives"]),
+    "unknown primitive": (
+        '[lower]\nprimitives = ["expp"]',
+        ["lower.primitives", "expp"],
+    ),
+    "unknown function": (
+        '[float32]\nfunctions = ["jax.nn.softmx"]',
+        ["float32.functions", "jax.nn.softmx"],
+    ),
+    "no dotted name": (
+        '[lower]\nfunctions = ["softmax"]',
+        ["lower.functions", "softmax"],
+    ),
+    "dtype": ('dtype = "float32"', ["dtype", "float32"]),
+    "dtype of another type": ("dtype = 16", ["dtype", "16"]),
+    "not TOML": ("[lower\n", ["not valid TOML"]),
+    "duplicate key": ("[lower]\n[lower]\n", ["not valid TOML"]),
+    "listed twice": (
+        '[lower]\nprimitives = ["exp"]\n[float32]\nprimitives = ["exp"]',
+        ["float32.primitives", "lower.primitives", "exp"],
+    ),
+    "listed twice in one list": (
+        '[lower]\nprimitives = ["exp", "exp"]',
+        ["lower.primitives", "exp"],
+    ),
+    "not a list": ('[lower]\nprimitives = "exp"', ["lower.primitives", "list"]),
+    "not a list of strings": ("[lower]\nprimitives = [1]", ["lower.primitives", "[1]"]),
+    "not a table": ("lower = 3", ["lower", "table"]),
+    "extends an unknown policy": ('extends = "npu"', ["extends", "npu"]),
+    "unknown key in unsafe": ("[[unsafe]]\nprimitive = []", ["unsafe", "primitive"]),
+    "missing key in unsafe": ('[[unsafe]]\nprimitives = ["log"]', ["unsafe", "of"]),
+    "wrong dtype in unsafe": (
+        '[[unsafe]]\nprimitives=["log"]\nof=["exp"]\ndtype="half"\nadvice="no"',
+        ["half"],
+    ),
+    "unknown primitive in unsafe": (
+        '[[unsafe]]\nprimitives=["lg"]\nof=["exp"]\ndtype="float16"\nadvice="no"',
+        ["lg"],
+    ),
+    "unsafe is no list": ("unsafe = 3", ["unsafe"]),
+    "results is no table": ("results = 3", ["results"]),
+    "unknown result": ('[results]\nactivation = ["jax.nn.softmx"]', ["softmx"]),
+    "name of another type": ("name = 3", ["name"]),
+}
+
+
+def location_of(fn, marker):
+    """The file and line of this test's own code that holds a marker."""
+    lines, start = inspect.getsourcelines(fn)
+    (offset,) = [i for i, line in enumerate(lines) if line.rstrip().endswith(marker)]
+    return f"{inspect.getsourcefile(fn)}:{start + offset}"
+
+
+@pytest.mark.parametrize("text, words", TYPOS.values(), ids=TYPOS)
+def test_a_wrong_table_raises_and_names_file_and_key(tmp_path, text, words):
+    path = tmp_path / "mine.toml"
+    head = "" if "extends" in text or "dtype = " in text else 'extends = "gpu"\n'
+    path.write_text(head + text, encoding="utf-8")
+    with pytest.raises(jamp.PolicyError) as error:
+        jamp.Policy.load(path)
+    message = str(error.value)
+    assert message.startswith(str(path))
+    assert message.count(str(path)) == 1
+    assert all(word in message for word in words)
+
+
+def test_a_table_without_a_dtype_raises(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('[lower]\nprimitives = ["dot_general"]', encoding="utf-8")
+    with pytest.raises(jamp.PolicyError, match="dtype"):
+        jamp.Policy.load(path)
+
+
+@pytest.mark.parametrize("source", ["gpuu", "missing/file.toml", ""])
+def test_a_file_that_is_not_there_raises_and_lists_the_policies(source):
+    with pytest.raises(jamp.PolicyError) as error:
+        jamp.Policy.load(source)
+    assert all(word in str(error.value) for word in ("gpu", "cpu", "tpu", "TOML"))
+
+
+def test_a_file_that_is_no_text_raises(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(jamp.PolicyError, match=re.escape("mine.toml")):
+        jamp.Policy.load(path)
+
+
+ARGUMENTS = {
+    "unknown device": ({"device_type": "npu"}, jamp.AutocastError, "npu"),
+    "device object": ({"device_type": jax.devices()[0]}, jamp.AutocastTypeError, "str"),
+    "float32": ({"dtype": jnp.float32}, jamp.AutocastError, "float32"),
+    "float8": ({"dtype": jnp.float8_e4m3fn}, jamp.AutocastError, "float8"),
+    "integer": ({"dtype": jnp.int16}, jamp.AutocastError, "int16"),
+    "no dtype": ({"dtype": "half of it"}, jamp.AutocastTypeError, "half of it"),
+    "policy name": ({"policy": "gpu"}, jamp.AutocastTypeError, "Policy.load"),
+}
+
+
+@pytest.mark.parametrize("options, error, words", ARGUMENTS.values(), ids=ARGUMENTS)
+def test_wrong_arguments_raise_where_they_are_written(options, error, words):
+    with pytest.raises(error, match=words):
+        jamp.autocast(**options)
+    with pytest.raises(error, match=words):
+        jamp.autocast(lambda x: x, **options)
+
+
+def test_arguments_of_a_disabled_autocast_are_checked_too():
+    with pytest.raises(jamp.AutocastError, match="npu"):
+        jamp.autocast(device_type="npu", enabled=False)
+
+
+@pytest.mark.parametrize("value", [x22, 3, "text", jamp.Policy.load("gpu")])
+def test_autocast_of_what_is_no_function_raises(value):
+    with pytest.raises(jamp.AutocastTypeError, match="function"):
+        jamp.autocast(value)
+
+
+def test_autocast_of_an_autocast_object_raises():
+    with pytest.raises(jamp.AutocastTypeError, match="function"):
+        jamp.autocast(jamp.autocast())
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"dtype": jnp.float16}, {"device_type": "gpu"}]
+)
+def test_an_enabling_region_outside_autocast_raises_and_says_what_to_do(options):
+    with pytest.raises(jamp.AutocastError, match=r"[Ww]rap the function"):
+        with jamp.autocast(**options):
+            pass
+    assert not jamp.is_autocast_enabled()
+
+
+def test_every_error_is_a_jamp_error_and_a_builtin_one():
+    kinds = {
+        jamp.AutocastError: ValueError,
+        jamp.AutocastTypeError: TypeError,
+        jamp.PolicyError: ValueError,
+        jamp.BannedOpError: RuntimeError,
+    }
+    for error, builtin in kinds.items():
+        assert issubclass(error, jamp.JampError)
+        assert issubclass(error, builtin)
+
+
+def log_of_sigmoid(x):
+    y = jax.nn.sigmoid(x @ x)
+    return jnp.log(y)  # unsafe
+
+
+def log_of_complement(x):
+    y = 1 - jax.nn.sigmoid(x @ x)
+    return jnp.log(y)  # unsafe
+
+
+def log1p_of_complement(x):
+    y = jax.nn.sigmoid(x @ x)
+    return jnp.log1p(-y)  # unsafe
+
+
+def log_of_clipped(x):
+    y = jnp.clip(jax.nn.sigmoid(x @ x), 1e-3, 1.0)
+    return jnp.log(y)  # unsafe
+
+
+def log_of_reshaped(x):
+    y = jax.nn.sigmoid(x @ x).reshape(-1)[1:].T
+    return jnp.log(y)  # unsafe
+
+
+def log_of_rounded_softmax(x):
+    y = jax.nn.softmax(x @ x).astype(jnp.float16)
+    return jnp.log(y)  # unsafe
+
+
+def log_of_rounded_softmax_widened(x):
+    y = jax.nn.softmax(x @ x).astype(jnp.float16).astype(jnp.float32)
+    return jnp.log(y)  # unsafe
+
+
+def log_in_a_jitted_helper(x):
+    return jax.jit(jnp.log)(jax.nn.sigmoid(x @ x))  # unsafe
+
+
+class Classifier(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        y = nn.sigmoid(nn.Dense(2)(x))
+        return jnp.log(y)  # unsafe
+
+
+def log_in_a_flax_module(x):
+    return Classifier().init_with_output(jax.random.key(0), x)[0]
+
+
+UNSAFE = [
+    log_of_sigmoid,
+    log_of_complement,
+    log1p_of_complement,
+    log_of_clipped,
+    log_of_reshaped,
+    log_of_rounded_softmax,
+    log_of_rounded_softmax_widened,
+    log_in_a_jitted_helper,
+    log_in_a_flax_module,
+]
+
+
+@pytest.mark.parametrize("fn", UNSAFE)
+def test_the_logarithm_of_a_rounded_probability_raises_and_names_the_line(fn):
+    with pytest.raises(jamp.BannedOpError) as error:
+        gpu(fn)(x22)
+    message = str(error.value)
+    holder = Classifier if fn is log_in_a_flax_module else fn
+    assert location_of(holder, "# unsafe") in message
+    assert re.search(r"\blog(1p)?\b", message)
+    assert "float16" in message
+    for way_out in ("log_sigmoid", "enabled=False"):
+        assert way_out in message
+
+
+@pytest.mark.parametrize("fn", UNSAFE)
+def test_what_is_unsafe_in_float16_is_allowed_in_bfloat16(fn):
+    assert np.isfinite(jamp.autocast(fn, device_type="cpu")(x22)).all()
+    if fn not in (log_of_rounded_softmax, log_of_rounded_softmax_widened):
+        assert np.isfinite(gpu(fn, dtype=jnp.bfloat16)(x22)).all()
+
+
+def in_a_disabled_region(x):
+    y = x @ x
+    with jamp.autocast(enabled=False):
+        return jnp.log(jax.nn.sigmoid(y))
+
+
+def sigmoid_loss(x):
+    return optax.sigmoid_binary_cross_entropy(x @ x, jnp.ones((2, 2)))
+
+
+def softmax_loss(x):
+    return optax.softmax_cross_entropy(x @ x, jnp.ones((2, 2)) / 2)
+
+
+SAFE = [
+    in_a_disabled_region,
+    sigmoid_loss,
+    softmax_loss,
+    lambda x: jax.nn.log_sigmoid(x @ x),
+    lambda x: jax.nn.log_softmax(x @ x),
+    lambda x: jnp.log(jax.nn.softmax(x @ x)),
+    lambda x: jnp.log(jax.nn.sigmoid(x)),
+    lambda x: jnp.log(jnp.abs(x @ x) + 1),
+    lambda x: jnp.log((x @ x) * jax.nn.sigmoid(x @ x) + 1),
+]
+
+
+@pytest.mark.parametrize("fn", SAFE)
+def test_safe_ways_to_a_logarithm_are_allowed(fn):
+    result = gpu(fn)(x22)
+    np.testing.assert_allclose(result.astype(jnp.float32), fn(x22), atol=2e-3)
+
+
+def test_a_banned_function_names_the_users_line_and_the_way_out():
+    def fn(x):
+        y = x @ x
+        return jax.nn.gelu(y)  # unsafe
+
+    policy = jamp.Policy.load("gpu").with_rules(banned=[jax.nn.gelu])
+    with pytest.raises(jamp.BannedOpError) as error:
+        jamp.autocast(fn, policy=policy)(x22)
+    message = str(error.value)
+    assert location_of(fn, "# unsafe") in message
+    assert "gelu" in message
+    assert "enabled=False" in message
+
+
+mystery_p = Primitive("mystery")
+mystery_p.def_impl(lambda x: 2 * x)
+mystery_p.def_abstract_eval(lambda x: x)
+mlir.register_lowering(
+    mystery_p, mlir.lower_fun(lambda x: 2 * x, multiple_results=False)
+)
+batching.defvectorized(mystery_p)
+
+
+def test_an_unknown_primitive_runs_as_traced_and_is_reported():
+    fn = lambda x: mystery_p.bind(x @ x)  # noqa: E731
+    result = gpu(fn)(x22)
+    assert result.dtype == jnp.float32
+    np.testing.assert_array_equal(result, 4 * x22)
+    np.testing.assert_array_equal(jax.jit(gpu(fn))(x22), 4 * x22)
+    report = jamp.explain(fn, device_type="gpu")(x22)
+    assert [record.primitive for record in report.unknown] == ["mystery"]
+    assert "mystery (1)" in str(report)
+
+
+def test_a_program_without_tracebacks_warns_and_keeps_the_primitive_rules():
+    (call,) = jax.make_jaxpr(jax.jit(lambda x: jax.nn.gelu(x @ x)))(x22).eqns
+    program = call.params["jaxpr"]
+    bare = program.jaxpr.replace(
+        eqns=[eqn.replace(source_info=new_source_info()) for eqn in program.eqns]
+    )
+    params = {**call.params, "jaxpr": ClosedJaxpr(bare, program.consts)}
+
+    def fn(x):
+        return call.primitive.bind(x, **params)[0]
+
+    with pytest.warns(jamp.JampWarning, match="tracebacks") as caught:
+        result = gpu(fn)(x22)
+    assert len(caught) == 1
+    # By the rules of primitives its cube is float32; gelu as a function is float16.
+    assert result.dtype == jnp.float32
+    np.testing.assert_allclose(result, jax.nn.gelu(x22 @ x22), rtol=1e-3)

@@ -1,0 +1,214 @@
+"""Reports: the numbers and the text that jamp.explain gives."""
+
+import inspect
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jamp
+
+X = jnp.ones((2, 8))
+HERE = Path(__file__).name
+
+
+class Network(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(16, name="first")(x)  # first
+        x = nn.LayerNorm(name="norm")(nn.gelu(x))  # norm
+        y = jnp.matmul(x, x.T, precision="highest")  # square
+        return y @ nn.Dense(4, name="second")(x)  # product
+
+
+@pytest.fixture(scope="module")
+def variables():
+    return Network().init(jax.random.key(0), X)
+
+
+@pytest.fixture(scope="module")
+def report(variables):
+    return jamp.explain(Network().apply, device_type="gpu")(variables, X)
+
+
+def line(marker):
+    lines, start = inspect.getsourcelines(Network)
+    (offset,) = [i for i, text in enumerate(lines) if text.rstrip().endswith(marker)]
+    return start + offset
+
+
+FIRST, SQUARE, SECOND, PRODUCT = (
+    2 * 2 * 8 * 16,
+    2 * 2 * 16 * 2,
+    2 * 2 * 16 * 4,
+    2 * 2 * 2 * 4,
+)
+
+
+def test_operations_are_counted_and_shared_out(report):
+    assert report.flops == FIRST + SQUARE + SECOND + PRODUCT
+    share = (FIRST + SECOND + PRODUCT) / report.flops
+    assert report.low_flop_share == pytest.approx(share)
+    assert f"{share:.1%}" in str(report)
+    assert "3 of 4 matmuls and convolutions in 16 bits" in str(report)
+
+
+def test_operations_of_a_convolution_are_counted():
+    def fn(x, w):
+        return jax.lax.conv(x, w, (1, 1), "VALID")
+
+    report = jamp.explain(fn, device_type="gpu")(
+        jnp.ones((1, 3, 6, 6)), jnp.ones((5, 3, 3, 3))
+    )
+    assert report.flops == 2 * (5 * 4 * 4) * (3 * 3 * 3)
+    assert report.low_flop_share == 1
+
+
+def test_casts_are_those_of_the_rewritten_program(report, variables):
+    program = jax.make_jaxpr(jamp.autocast(Network().apply, device_type="gpu"))(
+        variables, X
+    )
+    names = [eqn.primitive.name for eqn in program.jaxpr.eqns]
+    assert report.casts == names.count("convert_element_type") > 0
+    assert report.casts == sum(len(record.casts) for record in report.records)
+    assert f"{report.casts} casts inserted" in str(report)
+
+
+def test_the_header_names_device_dtype_and_policy(report, variables):
+    assert report.header == "autocast on gpu to float16, policy gpu"
+    assert str(report).splitlines()[0] == report.header
+    other = jamp.explain(Network().apply, device_type="cpu", dtype=jnp.float16)
+    assert other(variables, X).header == "autocast on cpu to float16, policy cpu"
+
+
+def test_functions_are_named_with_their_rule_scope_and_line(report):
+    rows = {text.split()[0]: text for text in str(report).splitlines() if text}
+    norm = rows["flax.linen.LayerNorm"]
+    for part in ("float32", "norm", f"{HERE}:{line('# norm')}"):
+        assert part in norm
+    assert "internal_float32" in rows["jax.nn.gelu"]
+    dense = [text for text in str(report).splitlines() if "flax.linen.Dense" in text]
+    assert len(dense) == 2
+    assert "first" in dense[0]
+    assert f"{HERE}:{line('# first')}" in dense[0]
+    assert "f16" in dense[0]
+    assert "lower" in dense[0]
+
+
+def test_a_matmul_kept_by_its_precision_says_so(report):
+    (text,) = [
+        t
+        for t in str(report).splitlines()
+        if f":{line('# square')}" in t and "dot_general" in t
+    ]
+    assert "precision" in text
+    assert "f32" in text
+
+
+def test_records_hold_what_the_text_says(report):
+    products = [r for r in report.records if r.primitive == "dot_general"]
+    assert [r.low for r in products] == [True, False, True, True]
+    assert [r.scope for r in products] == [
+        ("Network", "first"),
+        ("Network",),
+        ("Network", "second"),
+        ("Network",),
+    ]
+    for record, marker in zip(
+        products, ["# first", "# square", "# product", "# product"], strict=True
+    ):
+        assert Path(record.location.file).name == HERE
+        assert record.location.line == line(marker)
+        assert record.location.function == "__call__"
+    assert [d.name for d in products[0].operands] == ["float16", "float16"]
+    assert products[0].ruling.function.name == "flax.linen.Dense"
+    assert products[0].ruling.rule.value == "lower"
+
+
+def test_by_equation_there_is_a_line_for_each_record(report):
+    text = report.text("equation")
+    head = text.splitlines().index("") + 2
+    assert len(text.splitlines()) - head == len(report.records)
+    assert "rsqrt" in text
+    assert "rsqrt" not in report.text("function")
+    assert report.text() == str(report)
+
+
+def test_an_unknown_grouping_raises():
+    report = jamp.explain(lambda x: x @ x.T)(X)
+    with pytest.raises(ValueError, match="group"):
+        report.text("line")
+
+
+ALL_WIDE = {
+    "float32 policy": {
+        "policy": jamp.Policy.load("gpu").with_rules(float32=["dot_general"])
+    },
+    "scope": {"policy": jamp.Policy.load("gpu").scoped("**", "float32")},
+    "disabled": {"enabled": False},
+}
+
+
+@pytest.mark.parametrize("options", ALL_WIDE.values(), ids=ALL_WIDE)
+def test_the_report_is_loud_when_no_matmul_is_lowered(options):
+    report = jamp.explain(lambda x: x @ x.T, **options)(X)
+    lines = str(report).splitlines()
+    assert any(text.startswith("NO MATMUL RUNS IN 16 BITS") for text in lines[:2])
+    assert report.low_flop_share == 0
+
+
+def test_the_report_is_not_loud_otherwise(report):
+    assert "NO MATMUL" not in str(report)
+    empty = jamp.explain(lambda x: x + 1)(X)
+    assert "NO MATMUL" not in str(empty)
+    assert (empty.flops, empty.low_flop_share) == (0, 0)
+
+
+def test_every_call_of_a_jitted_helper_is_counted():
+    helper = jax.jit(lambda x: x @ x)
+
+    def fn(x):
+        return helper(helper(x))
+
+    report = jamp.explain(fn, device_type="gpu")(jnp.ones((4, 4)))
+    assert report.flops == 2 * (2 * 4**3)
+    products = [r for r in report.records if r.primitive == "dot_general"]
+    assert len(products) == 2
+    assert report.casts == 1
+
+
+def test_explain_computes_nothing_and_takes_static_arguments():
+    def fn(x, mode, *, scale):
+        assert mode == "square"
+        assert isinstance(x, jax.core.Tracer)
+        return (x @ x.T) * scale
+
+    report = jamp.explain(fn, device_type="gpu", output_dtype=jnp.float32)(
+        X, "square", scale=3
+    )
+    assert report.low_flop_share == 1
+
+
+def test_a_disabled_region_is_given_as_the_reason():
+    def fn(x):
+        with jamp.autocast(enabled=False):
+            return x @ x.T
+
+    report = jamp.explain(fn, device_type="gpu")(X)
+    (record,) = [r for r in report.records if r.primitive == "dot_general"]
+    assert record.ruling.source == "region with enabled=False"
+    assert "region with enabled=False" in str(report)
+
+
+def test_a_scope_is_given_as_the_reason():
+    def fn(x):
+        with jax.named_scope("head"):
+            return x @ x.T
+
+    policy = jamp.Policy.load("gpu").scoped("head", "float32")
+    report = jamp.explain(fn, policy=policy)(X)
+    (record,) = [r for r in report.records if r.primitive == "dot_general"]
+    assert record.ruling.source == "scope 'head' in gpu*"
+    assert record.scope == ("head",)

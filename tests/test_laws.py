@@ -1,0 +1,414 @@
+"""The laws of the transform, over the table of programs."""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxprs import (
+    LOW,
+    casts,
+    dtypes,
+    equations,
+    is_float,
+    matmul_dtypes,
+    text,
+    traced,
+)
+from programs import PROGRAMS, mlp
+
+import jamp
+
+DEVICES = ("gpu", "cpu")
+EPSILON = {"gpu": 2.0**-10, "cpu": 2.0**-7}
+NAMED = {program.name: program for program in PROGRAMS}
+
+DIFFERENTIABLE = [
+    program
+    for program in PROGRAMS
+    if any(is_float(leaf) for leaf in jax.tree.leaves(program.arguments()))
+]
+
+every_program = pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.name)
+every_differentiable = pytest.mark.parametrize(
+    "program", DIFFERENTIABLE, ids=lambda p: p.name
+)
+every_device = pytest.mark.parametrize("device", DEVICES)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fast_compilation():
+    """Most of the time goes to compiling; what is compared here needs no speed."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def on(device, **options):
+    """autocast for a device type, on whatever backend the tests run."""
+    return functools.partial(jamp.autocast, device_type=device, **options)
+
+
+def all_float32():
+    """The policy of GPUs with every entry that lowers moved to float32."""
+    policy = jamp.Policy.load("gpu")
+    lowered = [name for name, rule in policy.primitives if rule.value == "lower"]
+    lowered += [entry for entry, rule in policy.functions if rule.value == "lower"]
+    return policy.with_rules(float32=lowered)
+
+
+def assert_close(actual, expected, relative):
+    """Same structure, shapes and dtype kinds; floats near, all else equal."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert x.shape == y.shape
+        if not is_float(y):
+            np.testing.assert_array_equal(x, y)
+            continue
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        assert np.isfinite(x).all()
+        assert np.isfinite(y).all()
+        if y.size:
+            assert np.abs(x - y).max() <= relative * max(np.abs(y).max(), 1.0)
+
+
+def out_dtypes(fn, arguments):
+    """Dtypes of a function's results, without computing them."""
+    return dtypes(jax.eval_shape(fn, *arguments))
+
+
+def assert_same(actual, expected, device):
+    """Same dtypes, and values that differ by no more than roundings."""
+    assert dtypes(actual) == dtypes(expected)
+    assert_close(actual, expected, 4 * EPSILON[device])
+
+
+def split_floats(arguments):
+    """Floating leaves of the arguments, and what rebuilds the arguments of them."""
+    leaves, tree = jax.tree.flatten(arguments)
+    places = [i for i, leaf in enumerate(leaves) if is_float(leaf)]
+
+    def rebuild(floats):
+        filled = list(leaves)
+        for place, value in zip(places, floats, strict=True):
+            filled[place] = value
+        return jax.tree.unflatten(tree, filled)
+
+    return [leaves[place] for place in places], rebuild
+
+
+def weights(leaf):
+    """Weights of a sum over a result."""
+    return np.cos(np.arange(leaf.size, dtype=np.float32) + 0.3).reshape(leaf.shape)
+
+
+def summed(fn, rebuild):
+    """A scalar of a program's results, as a function of its floating arguments."""
+
+    def total(floats):
+        result = fn(*rebuild(floats))
+        # Weights keep constant sums (of a softmax) from making all gradients vanish.
+        return sum(
+            jnp.sum(leaf.astype(jnp.float32) * weights(leaf))
+            for leaf in jax.tree.leaves(result)
+            if is_float(leaf)
+        )
+
+    return total
+
+
+def both(fn, program, cast=None):
+    """A program's results and gradients, compiled as one."""
+    floats, rebuild = split_floats(program.arguments())
+    if cast is not None:
+        floats = [leaf.astype(cast) for leaf in floats]
+
+    def run(floats):
+        derivative = jax.grad(summed(fn, rebuild)) if floats else lambda _: []
+        return fn(*rebuild(floats)), derivative(floats)
+
+    return jax.jit(run)(floats)
+
+
+@functools.cache
+def reference(name):
+    """A program's results and gradients in float32."""
+    return both(NAMED[name].fn, NAMED[name])
+
+
+@functools.cache
+def rewritten(name, device):
+    """A program's results and gradients under autocast."""
+    return both(on(device)(NAMED[name].fn), NAMED[name])
+
+
+def distance(actual, expected):
+    """Relative distance of two lists of gradients, as vectors."""
+    x, y = (np.concatenate([np.ravel(g) for g in tree]) for tree in (actual, expected))
+    assert np.linalg.norm(y) > 0
+    return np.linalg.norm(x.astype(np.float32) - y) / np.linalg.norm(y)
+
+
+def batched(program):
+    """Two different sets of arguments stacked, and the axes to map over."""
+    one, two = program.arguments(0), program.arguments(1)
+    pairs = zip(one, two, strict=True)
+    arguments = tuple(
+        x if i in program.unbatched else jax.tree.map(lambda *z: jnp.stack(z), x, y)
+        for i, (x, y) in enumerate(pairs)
+    )
+    axes = tuple(None if i in program.unbatched else 0 for i in range(len(one)))
+    return arguments, axes
+
+
+def test_the_comparison_fails_for_a_wrong_value_dtype_and_shape():
+    x = {"y": jnp.ones((2, 3), jnp.float16)}
+    assert_same(x, x, "gpu")
+    for wrong in (
+        {"y": x["y"] + 0.01},
+        {"y": x["y"].at[0, 0].set(jnp.nan)},
+        {"y": x["y"].astype(jnp.float32)},
+        {"y": x["y"][:1]},
+        {"z": x["y"]},
+    ):
+        with pytest.raises(AssertionError):
+            assert_same(wrong, x, "gpu")
+
+
+@every_device
+@every_program
+def test_results_are_near_those_of_float32(program, device):
+    actual, expected = rewritten(program.name, device)[0], reference(program.name)[0]
+    if program.name == "sort_and_argmax":
+        actual, expected = actual[::2], expected[::2]
+    assert_close(actual, expected, 32 * EPSILON[device])
+
+
+@every_device
+@every_program
+def test_a_jit_changes_nothing_wherever_it_stands(program, device):
+    results, gradients = both(on(device)(jax.jit(program.fn)), program)
+    expected_results, expected_gradients = rewritten(program.name, device)
+    assert_same(results, expected_results, device)
+    assert dtypes(gradients) == dtypes(expected_gradients)
+    if gradients:
+        assert distance(gradients, expected_gradients) <= 8 * EPSILON[device]
+
+
+@every_program
+def test_a_call_without_any_jit_gives_the_same(program):
+    eager = on("gpu")(program.fn)(*program.arguments())
+    assert_same(eager, rewritten(program.name, "gpu")[0], "gpu")
+
+
+@every_program
+def test_a_disabled_autocast_leaves_the_program_as_it_is(program):
+    arguments = program.arguments()
+    disabled = jamp.autocast(program.fn, enabled=False)
+    assert text(disabled, *arguments) == text(program.fn, *arguments)
+
+
+@every_program
+def test_an_all_float32_policy_leaves_a_float32_program_as_it_is(program):
+    if program.casts:
+        pytest.skip("holds 16-bit values, which the policy widens")
+    arguments = program.arguments()
+    rewritten = jamp.autocast(program.fn, policy=all_float32())
+    assert text(rewritten, *arguments) == text(program.fn, *arguments)
+
+
+def test_the_default_policy_does_change_the_programs():
+    changed = [
+        program.name
+        for program in PROGRAMS
+        if text(on("gpu")(program.fn), *program.arguments())
+        != text(program.fn, *program.arguments())
+    ]
+    assert set(NAMED) - set(changed) == {"integers_only"}
+
+
+@every_device
+@every_program
+def test_autocast_of_autocast_is_autocast(program, device):
+    autocast, arguments = on(device), program.arguments()
+    once, twice = autocast(program.fn), autocast(autocast(program.fn))
+    assert text(twice, *arguments) == text(once, *arguments)
+
+
+@every_program
+def test_the_inner_of_two_autocasts_decides(program):
+    arguments = program.arguments()
+    inner = on("cpu", dtype=jnp.bfloat16)(program.fn)
+    nested = on("gpu", dtype=jnp.float16)(inner)
+    assert out_dtypes(nested, arguments) == out_dtypes(inner, arguments)
+    assert matmul_dtypes(traced(nested, *arguments)) == matmul_dtypes(
+        traced(inner, *arguments)
+    )
+
+
+@every_program
+def test_a_disabled_autocast_inside_another_keeps_the_program_as_written(program):
+    arguments = program.arguments()
+    disabled = jamp.autocast(program.fn, enabled=False)
+    assert text(on("gpu")(disabled), *arguments) == text(program.fn, *arguments)
+
+
+@every_device
+@every_program
+def test_autocast_commutes_with_vmap(program, device):
+    arguments, axes = batched(program)
+    inside = jax.vmap(on(device)(program.fn), in_axes=axes)
+    outside = on(device)(jax.vmap(program.fn, in_axes=axes))
+    assert out_dtypes(outside, arguments) == out_dtypes(inside, arguments)
+    if device == "gpu":
+        assert_same(jax.jit(outside)(*arguments), jax.jit(inside)(*arguments), device)
+
+
+@pytest.mark.xfail(strict=True, reason="a scalar with a batch axis is a vector")
+def test_autocast_commutes_with_vmap_over_scalars():
+    program = NAMED["scalars"]
+    arguments = [jnp.stack([x, x]) for x in program.arguments()]
+    inside = jax.vmap(on("gpu")(program.fn))(*arguments)
+    assert_same(on("gpu")(jax.vmap(program.fn))(*arguments), inside, "gpu")
+
+
+@every_device
+@every_differentiable
+def test_gradients_have_the_dtypes_of_their_leaves_and_are_near(program, device):
+    actual = rewritten(program.name, device)[1]
+    assert dtypes(actual) == dtypes(split_floats(program.arguments())[0])
+    assert distance(actual, reference(program.name)[1]) <= 16 * EPSILON[device]
+
+
+@every_differentiable
+def test_gradients_of_16_bit_leaves_are_16_bit(program):
+    # Not float16: JAX's attention asks for an algorithm that CPUs do not have.
+    _, actual = both(on("cpu")(program.fn), program, jnp.bfloat16)
+    assert set(dtypes(actual)) == {"bfloat16"}
+    assert distance(actual, reference(program.name)[1]) <= 64 * EPSILON["cpu"]
+
+
+def test_the_distance_of_other_gradients_is_not_small():
+    _, expected = reference("dense")
+    assert distance(expected, expected) == 0
+    assert distance([-g for g in expected], expected) == pytest.approx(2)
+
+
+@every_device
+@every_differentiable
+def test_backward_matmuls_run_in_the_dtype_of_their_forward_ones(program, device):
+    floats, rebuild = split_floats(program.arguments())
+    forward = on(device)(program.fn)
+    made = matmul_dtypes(traced(lambda values: forward(*rebuild(values)), floats))
+    found = matmul_dtypes(traced(jax.grad(summed(forward, rebuild)), floats))
+    assert set(made) == set(found) == {(LOW[device == "cpu"].name,) * 2}
+    assert len(found) > len(made)
+
+
+def test_a_mixed_matmul_would_be_noticed():
+    mixed = jax.lax.dot_general, (((1,), (0,)), ((), ()))
+    x = jnp.ones((2, 2))
+    found = matmul_dtypes(
+        traced(lambda x: mixed[0](x, x.astype(jnp.float16), mixed[1]), x)
+    )
+    assert found == [("float32", "float16")]
+
+
+@every_differentiable
+def test_autocast_of_grad_runs(program):
+    floats, rebuild = split_floats(program.arguments())
+    _, expected = reference(program.name)
+    actual = jax.jit(on("cpu")(jax.grad(summed(program.fn, rebuild))))(floats)
+    assert distance(actual, expected) <= 32 * EPSILON["cpu"]
+
+
+def closes_over_arrays(program):
+    consts = jax.make_jaxpr(program.fn)(*program.arguments()).consts
+    return any(isinstance(const, jax.Array) for const in consts)
+
+
+class Compilations:
+    """Counts the programs that XLA compiles."""
+
+    def __init__(self):
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def _listen(self, event, duration, **kwargs):
+        self.count += event == "/jax/core/compile/backend_compile_duration"
+
+
+@pytest.fixture(scope="module")
+def compilations():
+    return Compilations()
+
+
+@every_program
+def test_a_program_is_traced_and_compiled_once_per_signature(program, compilations):
+    calls = []
+
+    def counted(*args):
+        calls.append(1)
+        return program.fn(*args)
+
+    fn = on("gpu")(counted)
+    arguments, others = program.arguments(), program.arguments(1)
+    first = fn(*arguments)
+    before = compilations.count
+    fn(*others)
+    again = fn(*arguments)
+    # Arrays that a program closes over may have changed, so it is traced anew.
+    assert len(calls) == (3 if closes_over_arrays(program) else 1)
+    assert compilations.count == before
+    assert_same(again, first, "gpu")
+
+
+def test_the_counter_sees_a_compilation(compilations):
+    before = compilations.count
+    jax.jit(lambda x: x * 1.2345 + 6.789)(jnp.ones((3, 5, 7)))
+    assert compilations.count > before
+
+
+@pytest.mark.parametrize("change", ["shape", "dtype", "tree", "static"])
+def test_another_signature_is_traced_anew(change):
+    calls = []
+
+    @on("gpu")
+    def fn(x, mode="add"):
+        calls.append(mode)
+        leaf = x["x"] if isinstance(x, dict) else x
+        return leaf @ leaf if mode == "multiply" else leaf + leaf
+
+    x = jnp.ones((2, 2))
+    fn(x)
+    other = {
+        "shape": lambda: fn(jnp.ones((3, 3))),
+        "dtype": lambda: fn(x.astype(jnp.float16)),
+        "tree": lambda: fn({"x": x}),
+        "static": lambda: fn(x, "multiply"),
+    }[change]
+    result = other()
+    other()
+    assert len(calls) == 2
+    assert result.dtype == (jnp.float32 if change in ("shape", "tree") else jnp.float16)
+    assert fn(x).dtype == jnp.float32
+
+
+def test_the_table_of_programs_is_varied():
+    assert len(PROGRAMS) == len(NAMED) >= 25
+    used = {
+        eqn.primitive.name
+        for program in PROGRAMS
+        for eqn in equations(traced(program.fn, *program.arguments()))
+    }
+    assert len(used) >= 40
+    assert all(program.fn.__module__ == mlp.__module__ for program in PROGRAMS)
+    assert not any(
+        casts(traced(program.fn, *program.arguments()), target=dtype)
+        for program in PROGRAMS
+        for dtype in LOW
+        if not program.casts
+    )
+    assert all(inspect.isfunction(program.fn) for program in PROGRAMS)

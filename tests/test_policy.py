@@ -1,0 +1,288 @@
+"""Policies as data: loading, deriving, asking, printing, comparing."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import jamp
+
+GPU = jamp.Policy.load("gpu")
+CPU = jamp.Policy.load("cpu")
+x22 = jnp.ones((2, 2))
+
+
+def under(policy, fn):
+    return jamp.autocast(fn, policy=policy)(x22).dtype.name
+
+
+def rule(policy, *args, **kwargs):
+    found = policy.rule(*args, **kwargs)
+    return None if found is None else found.value
+
+
+@pytest.mark.parametrize(
+    "name, dtype", [("gpu", "float16"), ("cpu", "bfloat16"), ("tpu", "bfloat16")]
+)
+def test_each_device_type_has_a_policy(name, dtype):
+    policy = jamp.Policy.load(name)
+    assert (policy.name, policy.dtype.name) == (name, dtype)
+    assert rule(policy, "dot_general") == "lower"
+    assert under(policy, lambda x: x @ x) == dtype
+
+
+@pytest.mark.parametrize(
+    "primitive, gpu, cpu",
+    [
+        ("dot_general", "lower", "lower"),
+        ("exp", "float32", "internal_float32"),
+        ("reduce_sum", "float32", "internal_float32"),
+        ("reduce_prod", "float32", "float32"),
+        ("add", "promote", "promote"),
+        ("iota", "as_traced", "as_traced"),
+        ("no_such_primitive", None, None),
+    ],
+)
+def test_the_rule_of_a_primitive(primitive, gpu, cpu):
+    assert (rule(GPU, primitive), rule(CPU, primitive)) == (gpu, cpu)
+
+
+def test_a_rule_can_be_asked_by_object_name_function_and_scope():
+    assert rule(GPU, lax.exp_p) == "float32"
+    assert rule(GPU, function=jax.nn.softmax) == "float32"
+    assert rule(GPU, function="jax.nn.softmax") == "float32"
+    assert rule(GPU, "exp", function=jax.nn.gelu) == "internal_float32"
+    assert rule(GPU, "exp", function=lambda x: x) == "float32"
+    scoped = GPU.scoped("a/*", "lower")
+    assert rule(scoped, "exp", function=jax.nn.gelu, scope="a/b") == "lower"
+    assert rule(scoped, "exp", scope=("a", "b", "c")) == "lower"
+    assert rule(scoped, "exp", scope="a") == "float32"
+
+
+def own(x):
+    return jnp.sin(x) + x
+
+
+class Layer:
+    """A callable class."""
+
+    def __call__(self, x):
+        return jnp.sin(x)
+
+
+@pytest.mark.parametrize("entry", ["sin", lax.sin_p])
+def test_with_rules_takes_primitives(entry):
+    policy = GPU.with_rules(lower=[entry])
+    assert (under(GPU, jnp.sin), under(policy, jnp.sin)) == ("float32", "float16")
+    # A rule for the sine alone leaves the sum to promote to float32.
+    assert under(policy, own) == "float32"
+
+
+@pytest.mark.parametrize(
+    "entry, fn",
+    [
+        (own, own),
+        (f"{__name__}.own", own),
+        (jnp.sum, jnp.sum),
+        ("jax.nn.relu", jax.nn.relu),
+        ("jax.nn.softmax", jax.nn.softmax),
+    ],
+)
+def test_with_rules_takes_functions_and_dotted_names(entry, fn):
+    assert under(GPU, fn) == "float32"
+    assert under(GPU.with_rules(lower=[entry]), fn) == "float16"
+
+
+@pytest.mark.parametrize("fn", [jnp.sin, jnp.square, jnp.abs])
+def test_a_rule_for_a_function_that_jax_inlines_takes_effect_or_is_refused(fn):
+    try:
+        policy = GPU.with_rules(lower=[fn])
+    except jamp.PolicyError:
+        return
+    assert under(policy, fn) == "float16"
+
+
+def test_with_rules_takes_a_jitted_function_a_class_and_a_method():
+    jitted = jax.jit(own)
+    assert under(GPU.with_rules(lower=[jitted]), jitted) == "float16"
+    assert under(GPU.with_rules(lower=[Layer]), Layer()) == "float16"
+    assert under(GPU.with_rules(lower=[Layer.__call__]), Layer()) == "float16"
+
+
+def test_with_rules_overrides_and_leaves_the_original_alone():
+    policy = GPU.with_rules(
+        float32=["dot_general"], promote=["exp"], lower=["jax.nn.gelu"]
+    )
+    assert under(policy, lambda x: x @ x) == "float32"
+    assert rule(policy, "exp") == "promote"
+    assert rule(policy, function=jax.nn.gelu) == "lower"
+    assert rule(GPU, "dot_general") == "lower"
+    assert rule(GPU, "exp") == "float32"
+
+
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        ("lower", "float16"),
+        ("float32", "float32"),
+        ("internal_float32", "bfloat16"),
+        ("promote", "bfloat16"),
+        ("as_traced", "bfloat16"),
+    ],
+)
+@pytest.mark.parametrize("entry", ["primitive", "function", "scope"])
+def test_every_rule_does_what_it_says_on_a_16_bit_operand(name, dtype, entry):
+    def sine(x):
+        return jnp.sin(x)
+
+    def fn(x):
+        with jax.named_scope("here"):
+            return sine(x)
+
+    policy = {
+        "primitive": lambda: GPU.with_rules(**{name: ["sin"]}),
+        "function": lambda: GPU.with_rules(**{name: [sine]}),
+        "scope": lambda: GPU.scoped("here", name),
+    }[entry]()
+    x = x22.astype(jnp.bfloat16)
+    assert jamp.autocast(fn, policy=policy)(x).dtype == dtype
+
+
+def test_internal_float32_computes_in_float32():
+    policy = GPU.with_rules(internal_float32=["sin"])
+    (record,) = jamp.explain(lax.sin, policy=policy)(x22.astype(jnp.float16)).records
+    assert [d.name for d in record.operands] == ["float32"]
+    assert [d.name for d in record.results] == ["float16"]
+
+
+def test_a_banned_function_or_primitive_raises():
+    for policy in (GPU.with_rules(banned=["sin"]), GPU.with_rules(banned=[own])):
+        with pytest.raises(jamp.BannedOpError, match="banned"):
+            jamp.autocast(own, policy=policy)(x22)
+
+
+@pytest.mark.parametrize(
+    "rules, words",
+    [
+        ({"lowr": ["exp"]}, ["lowr", "lower"]),
+        ({"lower": ["expp"]}, ["unknown primitive", "expp"]),
+        ({"lower": ["jax.nn.no_such_function"]}, ["jax.nn.no_such_function"]),
+        ({"lower": "exp"}, ["list"]),
+        ({"lower": ["exp"], "float32": ["exp"]}, ["exp", "two"]),
+        ({"lower": [own], "float32": [own]}, ["own", "two"]),
+        ({"lower": ["jax.nn.relu"], "float32": [jax.nn.relu]}, ["relu", "two"]),
+        ({"lower": [3]}, ["3"]),
+        ({"lower": [jax.nn.relu, None]}, ["None"]),
+        ({"lower": [len]}, ["len"]),
+    ],
+)
+def test_wrong_rules_raise_and_say_what(rules, words):
+    with pytest.raises(jamp.PolicyError) as error:
+        GPU.with_rules(**rules)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_a_scope_needs_a_pattern_and_a_known_rule():
+    for pattern, name in (("", "lower"), ("a", "lowr"), (None, "lower"), (3, "lower")):
+        with pytest.raises(jamp.PolicyError):
+            GPU.scoped(pattern, name)
+
+
+def test_the_name_says_that_a_policy_was_derived():
+    assert GPU.with_rules(lower=["sin"]).name == "gpu*"
+    assert GPU.scoped("a", "lower").with_rules(lower=["sin"]).name == "gpu*"
+
+
+def test_text_lists_every_rule_with_its_entries():
+    text = str(GPU.scoped("**/head", "float32").with_rules(banned=["sin"]))
+    for part in ("gpu*", "float16", "dot_general", "jax.nn.softmax", "**/head", "sin"):
+        assert part in text
+    lines = text.splitlines()
+    rules = ["lower", "float32", "internal_float32", "promote", "as_traced", "banned"]
+    assert [line for line in lines if line in rules] == rules
+
+
+def test_equal_policies_are_equal_and_hash_alike():
+    first, second = (
+        jamp.Policy.load("gpu").with_rules(lower=["sin", own]).scoped("a", "float32")
+        for _ in range(2)
+    )
+    assert first == second
+    assert hash(first) == hash(second)
+    assert len({first, second, GPU}) == 2
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        GPU.with_rules(lower=["sin"]),
+        GPU.with_rules(lower=[own]),
+        GPU.scoped("a", "lower"),
+        dataclasses.replace(GPU, dtype=jnp.dtype(jnp.bfloat16)),
+        dataclasses.replace(GPU, unsafe=()),
+        CPU,
+    ],
+)
+def test_policies_that_differ_anywhere_are_not_equal(other):
+    assert other != GPU
+
+
+def test_a_policy_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        GPU.dtype = jnp.bfloat16
+
+
+def write(tmp_path, text):
+    path = tmp_path / "mine.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_file_extends_a_policy_and_overrides_it(tmp_path):
+    path = write(
+        tmp_path,
+        """
+        name = "mine"
+        extends = "gpu"
+        dtype = "bfloat16"
+        [lower]
+        primitives = ["sin"]
+        functions = ["jax.nn.gelu"]
+        [float32]
+        primitives = ["dot_general"]
+        """,
+    )
+    for policy in (jamp.Policy.load(path), jamp.Policy.load(str(path))):
+        assert (policy.name, policy.dtype.name) == ("mine", "bfloat16")
+        assert under(policy, jnp.sin) == "bfloat16"
+        assert under(policy, lambda x: x @ x) == "float32"
+        assert rule(policy, function=jax.nn.gelu) == "lower"
+        assert rule(policy, "exp") == "float32"
+
+
+def test_a_file_that_extends_nothing_knows_only_its_own_entries(tmp_path):
+    path = write(tmp_path, 'dtype = "float16"\n[lower]\nprimitives = ["dot_general"]\n')
+    policy = jamp.Policy.load(path)
+    assert policy.name == "mine"
+    assert under(policy, lambda x: x @ x) == "float16"
+    assert rule(policy, "exp") is None
+    assert under(policy, lambda x: jnp.exp(x @ x)) == "float32"
+
+
+def test_a_function_whose_module_is_not_imported_waits_for_it(tmp_path):
+    table = '[lower]\nfunctions = ["not_installed_anywhere.layers.Dense"]\n'
+    policy = jamp.Policy.load(write(tmp_path, f'extends = "gpu"\n{table}'))
+    assert under(policy, lambda x: x @ x) == "float16"
+
+
+def test_a_float32_table_leaves_programs_as_written(tmp_path):
+    path = write(
+        tmp_path,
+        'extends = "gpu"\n[float32]\nprimitives = ["dot_general", '
+        '"conv_general_dilated"]\n',
+    )
+    fn = lambda x: jnp.tanh(x @ x) @ x  # noqa: E731
+    rewritten = jamp.autocast(fn, policy=jamp.Policy.load(path))
+    assert str(jax.make_jaxpr(rewritten)(x22)) == str(jax.make_jaxpr(fn)(x22))

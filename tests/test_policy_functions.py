@@ -1,0 +1,158 @@
+"""Functions that policies name are recognised, and layers return torch's dtypes."""
+
+import importlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from function_examples import ATTENTION, EXAMPLES, LAYERS
+
+import jamp
+
+POLICIES = ("gpu", "cpu", "tpu")
+ENTRIES = [
+    (policy, function)
+    for policy in POLICIES
+    for function, _ in jamp.Policy.load(policy).functions
+]
+LOW = {"gpu": jnp.float16, "cpu": jnp.bfloat16}
+
+
+# Recognition.
+
+
+def test_every_entry_has_an_example_and_every_example_an_entry():
+    assert set(EXAMPLES) == {function.name for _, function in ENTRIES}
+
+
+def recognised(report):
+    """Code of the functions that ruled something; one function may have two names."""
+    functions = [record.ruling.function for record in report.records]
+    return {function.resolve() for function in functions if function is not None}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # optax renames functions
+@pytest.mark.parametrize(
+    "policy, function", ENTRIES, ids=[f"{p}-{function.name}" for p, function in ENTRIES]
+)
+def test_a_call_of_a_listed_function_is_recognised(policy, function):
+    fn, arguments = EXAMPLES[function.name]()
+    report = jamp.explain(fn, policy=jamp.Policy.load(policy))(*arguments)
+    assert function.resolve() in recognised(report)
+
+
+def test_a_copy_of_a_listed_function_is_not_recognised():
+    def softmax(x):
+        powers = jnp.exp(x - x.max())
+        return powers / powers.sum()
+
+    report = jamp.explain(softmax, device_type="gpu")(np.ones(4, np.float32))
+    functions = {record.ruling.function for record in report.records} - {None}
+    assert {function.name for function in functions} <= {"jax.numpy.sum"}
+
+
+@pytest.fixture
+def own_module(tmp_path, monkeypatch):
+    source = "import jax.numpy as jnp\ndef score(x, y):\n    return jnp.tanh(x @ y)\n"
+    (tmp_path / "own_module.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_module", raising=False)
+    return importlib.import_module("own_module")
+
+
+def test_a_new_entry_takes_a_line_of_toml(own_module, tmp_path):
+    table = tmp_path / "own.toml"
+    entry = '[float32]\nfunctions = ["own_module.score"]\n'
+    table.write_text(f'name = "own"\nextends = "gpu"\n{entry}')
+    x = np.ones((4, 4), np.float32)
+    policy = jamp.Policy.load(table)
+    listed = jamp.explain(own_module.score, policy=policy)(x, x)
+    unlisted = jamp.explain(own_module.score, device_type="gpu")(x, x)
+    assert {record.ruling.function.name for record in listed.records} == {
+        "own_module.score"
+    }
+    assert listed.low_flop_share == 0.0
+    assert unlisted.low_flop_share == 1.0
+    assert jamp.autocast(own_module.score, policy=policy)(x, x).dtype == jnp.float32
+
+
+# Dtypes of layers. `low` is the policy's 16-bit dtype, `input` that of the activations;
+# parameters are float32.
+
+_LOWERED = """
+    flax.linen.Dense flax.linen.DenseGeneral flax.linen.Einsum flax.linen.Conv
+    flax.linen.ConvTranspose flax.linen.PReLU
+    flax.nnx.Linear flax.nnx.LinearGeneral flax.nnx.Einsum flax.nnx.Conv
+    flax.nnx.ConvTranspose flax.nnx.PReLU
+    flax.linen.MultiHeadDotProductAttention flax.nnx.MultiHeadAttention
+"""
+_NORMS = """
+    flax.linen.LayerNorm flax.linen.RMSNorm flax.linen.GroupNorm
+    flax.nnx.LayerNorm flax.nnx.RMSNorm flax.nnx.GroupNorm
+"""
+_STATISTICS = """
+    flax.linen.BatchNorm flax.linen.InstanceNorm
+    flax.nnx.BatchNorm flax.nnx.InstanceNorm
+"""
+# A cell without a carry of its own beside the hidden state is a matmul and a tanh.
+_SIMPLE_CELLS = "flax.linen.SimpleCell flax.nnx.SimpleCell"
+# torch's CPU list has no cells: the gates are 16-bit, and mixing them with a float32
+# carry promotes.
+_GATED_CELLS = """
+    flax.linen.GRUCell flax.linen.LSTMCell flax.linen.MGUCell
+    flax.linen.OptimizedLSTMCell
+    flax.nnx.GRUCell flax.nnx.LSTMCell flax.nnx.OptimizedLSTMCell
+"""
+_EMBEDDINGS = "flax.linen.Embed flax.nnx.Embed"
+
+RETURNS = {
+    name: {"gpu": gpu, "cpu": cpu}
+    for names, gpu, cpu in (
+        (_LOWERED, "low", "low"),
+        (_NORMS, "float32", "input"),
+        (_STATISTICS, "input", "input"),
+        (_SIMPLE_CELLS, "low", "low"),
+        (_GATED_CELLS, "low", "input"),
+        (_EMBEDDINGS, "float32", "float32"),
+    )
+    for name in names.split()
+}
+
+
+def test_every_layer_has_a_dtype():
+    assert set(RETURNS) == {*LAYERS, *ATTENTION}
+
+
+@pytest.mark.parametrize("kind", ["float32", "low"])
+@pytest.mark.parametrize("device", LOW)
+@pytest.mark.parametrize("name", RETURNS)
+def test_a_layer_returns_the_dtype_that_torch_returns(name, device, kind):
+    low = np.dtype(LOW[device])
+    dtype = low if kind == "low" else np.dtype(np.float32)
+    fn, (parameters, *inputs) = {**LAYERS, **ATTENTION}[name]()
+    inputs = jax.tree.map(
+        lambda x: x.astype(dtype) if x.dtype == np.float32 else x, inputs
+    )
+    under_autocast = jamp.autocast(fn, device_type=device)
+    outputs, state = jax.eval_shape(under_autocast, parameters, *inputs)
+    expected = {"low": low, "input": dtype, "float32": np.dtype(np.float32)}
+    returned = {leaf.dtype for leaf in jax.tree.leaves(outputs)}
+    assert returned == {expected[RETURNS[name][device]]}
+    # Running statistics among it: state keeps its dtype.
+    kept = {leaf.dtype for leaf in jax.tree.leaves(state)}
+    assert low not in kept
+
+
+@pytest.mark.parametrize("device", LOW)
+@pytest.mark.parametrize("name", ["flax.linen.BatchNorm", "flax.nnx.BatchNorm"])
+def test_running_statistics_are_updated_in_float32(name, device):
+    fn, (parameters, x) = LAYERS[name]()
+    x = jnp.asarray(3 * x, LOW[device])
+    _, state = jamp.autocast(fn, device_type=device)(parameters, x)
+    flat = nnx.to_pure_dict(state) if isinstance(state, nnx.State) else state
+    mean = flat.get("batch_stats", flat)["mean"]
+    assert mean.dtype == jnp.float32
+    np.testing.assert_allclose(mean, 0.99 * 1 + 0.01 * 3, rtol=1e-6)

@@ -1,0 +1,197 @@
+"""JAX's transformations around a function under autocast, and the state it shows."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+from jaxprs import equations, matmul_dtypes, traced
+
+import jamp
+
+gpu = functools.partial(jamp.autocast, device_type="gpu")
+LOW_PAIR = ("float16", "float16")
+
+RNG = np.random.default_rng(0)
+X = jnp.asarray(RNG.standard_normal((3, 4)), jnp.float32)
+W = jnp.asarray(RNG.standard_normal((4, 4)) / 2, jnp.float32)
+
+
+def model(w, x):
+    return jnp.tanh(jax.nn.softmax(jnp.tanh(x @ w)) @ w)
+
+
+def loss(w, x=X):
+    return jnp.sum(model(w, x).astype(jnp.float32) ** 2)
+
+
+def near(actual, expected, relative=0.02):
+    actual, expected = np.asarray(actual, np.float32), np.asarray(expected)
+    assert actual.shape == expected.shape
+    error = np.abs(actual - expected).max()
+    assert error <= relative * max(np.abs(expected).max(), 1e-3)
+
+
+def test_the_comparison_fails_for_a_wrong_value():
+    near(X, X)
+    with pytest.raises(AssertionError):
+        near(X * 1.1, X)
+
+
+def test_jvp_gives_tangents_in_the_dtype_of_the_result():
+    value, tangent = jax.jvp(gpu(model), (W, X), (W, X))
+    assert value.dtype == tangent.dtype
+    near(tangent, jax.jvp(model, (W, X), (W, X))[1])
+
+
+def test_vjp_takes_cotangents_in_the_dtype_of_the_result():
+    value, pull = jax.vjp(gpu(model), W, X)
+    gradients = pull(jnp.ones_like(value))
+    assert [g.dtype for g in gradients] == [jnp.float32] * 2
+    expected = jax.vjp(model, W, X)[1](jnp.ones((3, 4)))
+    for actual, wanted in zip(gradients, expected, strict=True):
+        near(actual, wanted)
+
+
+def test_linearize_gives_the_same_tangents_as_jvp():
+    value, push = jax.linearize(gpu(model), W, X)
+    near(push(W, X), jax.jvp(model, (W, X), (W, X))[1])
+    assert value.dtype == push(W, X).dtype
+
+
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        jax.hessian,
+        lambda f: jax.jacfwd(jax.jacrev(f)),
+        lambda f: jax.jacrev(jax.jacrev(f)),
+        lambda f: jax.jacfwd(jax.jacfwd(f)),
+    ],
+    ids=[
+        "hessian",
+        "forward over reverse",
+        "reverse over reverse",
+        "forward over forward",
+    ],
+)
+def test_second_derivatives(derivative):
+    actual = jax.jit(derivative(gpu(loss)))(W)
+    assert actual.dtype == jnp.float32
+    near(actual, jax.jit(jax.hessian(loss))(W), 0.05)
+
+
+@pytest.mark.parametrize("order", ["inside", "outside"])
+def test_checkpoint_outside_gives_the_same_gradient(order):
+    fn = jax.checkpoint(gpu(loss)) if order == "outside" else gpu(jax.checkpoint(loss))
+    gradient = jax.grad(fn)(W)
+    assert gradient.dtype == jnp.float32
+    near(gradient, jax.grad(loss)(W))
+
+
+def test_checkpoint_outside_recomputes_in_16_bits():
+    program = traced(jax.grad(jax.checkpoint(gpu(loss))), W)
+    assert set(matmul_dtypes(program)) == {LOW_PAIR}
+    assert any(
+        eqn.primitive.name == "remat2" or "checkpoint" in eqn.primitive.name
+        for eqn in equations(program)
+    )
+
+
+def test_vmap_of_grad_gives_a_gradient_for_each_example():
+    batch = jnp.stack([X, 2 * X])
+    actual = jax.vmap(jax.grad(gpu(loss)), (None, 0))(W, batch)
+    assert actual.dtype == jnp.float32
+    near(actual, jax.vmap(jax.grad(loss), (None, 0))(W, batch))
+
+
+def test_value_and_grad_with_auxiliary_results():
+    def with_aux(w):
+        y = model(w, X)
+        return jnp.sum(y.astype(jnp.float32) ** 2), {"y": y, "n": jnp.int32(3)}
+
+    (value, aux), gradient = jax.value_and_grad(gpu(with_aux), has_aux=True)(W)
+    assert aux["n"] == 3
+    near(value, loss(W))
+    near(gradient, jax.grad(loss)(W))
+
+
+def all_float32():
+    policy = jamp.Policy.load("gpu")
+    lowered = [name for name, rule in policy.primitives if rule.value == "lower"]
+    lowered += [entry for entry, rule in policy.functions if rule.value == "lower"]
+    return policy.with_rules(float32=lowered)
+
+
+def test_numerical_derivatives_agree_under_an_all_float32_policy():
+    fn = jamp.autocast(loss, policy=all_float32())
+    check_grads(fn, (W,), order=2, modes=("fwd", "rev"), atol=5e-2, rtol=5e-2)
+
+
+def test_the_state_is_seen_inside_and_not_outside():
+    seen = []
+
+    def fn(x):
+        seen.append((jamp.is_autocast_enabled(), jamp.get_autocast_dtype()))
+        return x
+
+    assert not jamp.is_autocast_enabled()
+    gpu(fn)(X)
+    gpu(fn, dtype=jnp.bfloat16)(X)
+    jamp.autocast(fn, enabled=False)(X)
+    assert seen[0] == (True, jnp.float16)
+    assert seen[1] == (True, jnp.bfloat16)
+    assert seen[2][0] is False
+    assert not jamp.is_autocast_enabled()
+
+
+def test_the_state_is_that_of_the_device_asked_for():
+    seen = {}
+
+    def fn(x):
+        for device in ("gpu", "cuda", "rocm", "cpu", "tpu"):
+            seen[device] = jamp.is_autocast_enabled(device)
+        seen["dtype"] = [jamp.get_autocast_dtype(d) for d in ("gpu", "cpu")]
+        return x
+
+    gpu(fn, dtype=jnp.bfloat16)(X)
+    assert [d for d in seen if d != "dtype" and seen[d]] == ["gpu", "cuda", "rocm"]
+    assert seen["dtype"] == [jnp.bfloat16, jnp.bfloat16]
+
+
+@pytest.mark.parametrize(
+    "device, dtype",
+    [
+        ("gpu", jnp.float16),
+        ("cuda", jnp.float16),
+        ("rocm", jnp.float16),
+        ("cpu", jnp.bfloat16),
+        ("tpu", jnp.bfloat16),
+    ],
+)
+def test_each_device_type_has_a_default_dtype(device, dtype):
+    assert jamp.is_autocast_available(device)
+    assert jamp.get_autocast_dtype(device) == dtype
+    assert jamp.autocast(lambda x: x @ x, device_type=device)(W).dtype == dtype
+
+
+def test_an_unknown_device_type_is_not_available():
+    assert not jamp.is_autocast_available("abacus")
+    with pytest.raises(jamp.AutocastError, match="abacus"):
+        jamp.get_autocast_dtype("abacus")
+
+
+def test_the_default_device_type_is_that_of_the_backend():
+    backend = jax.default_backend()
+    assert jamp.get_autocast_dtype() == jamp.get_autocast_dtype(backend)
+    assert jamp.autocast(lambda x: x @ x)(W).dtype == jamp.get_autocast_dtype(backend)
+
+
+def test_the_state_is_restored_when_tracing_fails():
+    def fails(x):
+        raise KeyError("inside")
+
+    with pytest.raises(KeyError, match="inside"):
+        gpu(fails)(X)
+    assert not jamp.is_autocast_enabled()
