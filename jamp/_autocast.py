@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from jamp import _dtypes, _regions
+from jamp import _dtypes, _nnx, _regions
 from jamp._compat import trace_context, under_trace
 from jamp._emit import Scribe
 from jamp._errors import AutocastError, AutocastTypeError
@@ -38,16 +38,17 @@ class _Transformed:
         elif not self._options.enabled:
             result = self._fn(*args, **kwargs)
         else:
-            result = self._rewrite(args, kwargs)
+            call = _nnx.prepare(self._fn, args, kwargs)
+            result = call.finish(self._rewrite(call.fn, call.args, call.kwargs))
         return _cast_outputs(result, self._output_dtype)
 
-    def _rewrite(self, args: Any, kwargs: Any) -> Any:
+    def _rewrite(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
         arrays = [leaf for leaf in leaves if is_array(leaf)]
         key = _signature(leaves, tree)
         traced = self._traced.get(key) if key is not None else None
         if traced is None:
-            traced = trace(self._fn, self._options, args, kwargs)
+            traced = trace(fn, self._options, args, kwargs)
             if any(isinstance(const, jax.Array) for const in traced.program.consts):
                 # It closes over arrays, which may be others at the next call, as the
                 # parameters of a module are after an update.

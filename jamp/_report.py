@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jamp import _regions, _trace
+from jamp import _nnx, _regions, _trace
 from jamp._emit import Scribe
 from jamp._policy import Rule
 from jamp._records import MATMULS, Record, flatten
@@ -103,9 +103,10 @@ def explain(fn: Callable[..., Any], **autocast_options: Any) -> Callable[..., Re
             autocast_options.get("cache_enabled", True),
             autocast_options.get("policy"),
         )
-        traced = _trace.trace(fn, options, args, kwargs)
+        call = _nnx.prepare(fn, args, kwargs)
+        traced = _trace.trace(call.fn, options, call.args, call.kwargs)
         scribe = Scribe()
-        leaves = jax.tree.leaves((args, kwargs))
+        leaves = jax.tree.leaves((call.args, call.kwargs))
         jax.make_jaxpr(
             lambda *arrays: _trace.run(traced.program, arrays, options, scribe)
         )(*[leaf for leaf in leaves if _trace.is_array(leaf)])

@@ -1,0 +1,122 @@
+"""flax.nnx modules in a traced function: their state goes in, and comes out updated.
+
+A trace works on copies of what enters it. The modules among the arguments of a
+function, those that it closes over, and the function itself if it is a module, are split
+into a structure and their arrays; the arrays are traced, and what the function made of
+them is written back to the modules. flax is not imported for it: without it there are
+none.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Stands in the arguments for the module of this number."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A call whose arguments hold arrays where modules were.
+
+    Attributes:
+      fn: the function to trace.
+      args: its positional arguments.
+      kwargs: its keyword arguments.
+      finish: takes its result, updates the modules, and returns the user's result.
+    """
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    finish: Callable[[Any], Any]
+
+
+def prepare(fn: Callable[..., Any], args: Any, kwargs: Any) -> Prepared:
+    """Takes the state out of the modules of a call, if there are any."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return Prepared(fn, args, kwargs, lambda result: result)
+    own = _modules_of(fn, nnx)
+    leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=partial(_is_node, nnx))
+    passed = [leaf for leaf in leaves if _is_node(nnx, leaf)]
+    modules = [*own, *passed]
+    if not modules:
+        return Prepared(fn, args, kwargs, lambda result: result)
+    numbers = iter(range(len(own), len(modules)))
+    held = [_Slot(next(numbers)) if _is_node(nnx, leaf) else leaf for leaf in leaves]
+    structure, state = nnx.split(modules)
+
+    def call(structure: Any, state: Any, held: Any) -> Any:
+        copies = nnx.merge(structure, state)
+        filled = [
+            copies[leaf.index] if isinstance(leaf, _Slot) else leaf for leaf in held
+        ]
+        inner_args, inner_kwargs = jax.tree.unflatten(tree, filled)
+        inner = _with_modules(fn, nnx, copies[: len(own)])
+        result = inner(*inner_args, **inner_kwargs)
+        return result, nnx.split(copies)[1]
+
+    def finish(result: Any) -> Any:
+        value, state = result
+        nnx.update(modules, state)
+        return value
+
+    return Prepared(call, (structure, state, held), {}, finish)
+
+
+def _is_node(nnx: Any, value: Any) -> bool:
+    return isinstance(value, (nnx.Module, nnx.Rngs, nnx.Variable))
+
+
+def _modules_of(fn: Any, nnx: Any) -> list[Any]:
+    """The modules that a function is bound to or closes over."""
+    if isinstance(fn, partial):
+        return _modules_of(fn.func, nnx)
+    if _is_node(nnx, fn):
+        return [fn]
+    if isinstance(fn, types.MethodType):
+        return [fn.__self__] if _is_node(nnx, fn.__self__) else []
+    cells = getattr(fn, "__closure__", None) or ()
+    return [v for v in map(_content, cells) if _is_node(nnx, v)]
+
+
+def _with_modules(fn: Any, nnx: Any, copies: list[Any]) -> Any:
+    """The function with other modules in the place of its own."""
+    if not copies:
+        return fn
+    if isinstance(fn, partial):
+        func = _with_modules(fn.func, nnx, copies)
+        return partial(func, *fn.args, **fn.keywords)
+    if _is_node(nnx, fn):
+        return copies[0]
+    if isinstance(fn, types.MethodType):
+        return types.MethodType(fn.__func__, copies[0])
+    replacements = iter(copies)
+    cells = tuple(
+        types.CellType(next(replacements)) if _is_node(nnx, _content(cell)) else cell
+        for cell in fn.__closure__
+    )
+    copy = types.FunctionType(
+        fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, cells
+    )
+    copy.__kwdefaults__ = fn.__kwdefaults__
+    return copy
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
