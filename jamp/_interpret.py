@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from jamp import _dtypes, _origin
+from jamp import _origin
 from jamp._emit import Emitter, Scribe, source_of
 from jamp._errors import BannedOpError, JampWarning
 from jamp._functions import Function
@@ -55,7 +55,7 @@ class Step(NamedTuple):
     scope: Scope
     user: Ruling | None = None
     call: _origin.Call | None = None
-    frames: _origin.Frames | None = None
+    position: _origin.Position | None = None
 
 
 class Interpreter:
@@ -144,15 +144,15 @@ class Interpreter:
         user = user_ruling(scope)
         if user is not None or context.forced is not None:
             return Step(eqn, scope, user)
-        frames = _origin.frames(eqn)
-        if frames is None:
+        position = _origin.position(eqn)
+        if position is None:
             self._warn_no_traceback()
             return Step(eqn, scope)
         region = scope.region
         assert region is not None  # noqa: S101 - see Context.region
-        for call in _origin.calls(frames, self.functions(region.policy)):
+        for call in _origin.calls(position, self.functions(region.policy)):
             if call.function not in context.inside:
-                return Step(eqn, scope, None, call, frames)
+                return Step(eqn, scope, None, call, position)
         return Step(eqn, scope)
 
     def _warn_no_traceback(self) -> None:
@@ -193,7 +193,7 @@ class Interpreter:
         with source_of(eqn):
             results = run(self, eqn, operands, context, emitter)
         self._callers.pop()
-        record.results = tuple(map(_dtypes.dtype_of, results))
+        record.results = tuple([v.dtype for v in results])
         env.bind(eqn.outvars, results)
 
     def _where(self, eqn: JaxprEqn) -> str:
@@ -299,4 +299,4 @@ def _continues(group: Sequence[Step], step: Step) -> bool:
         return False
     # Back at the first instruction: the call was made anew, as in a Python loop. What a
     # jitted function inlines has one and the same frames throughout.
-    return step.frames != first.frames or group[-1].frames == first.frames
+    return step.position != first.position or group[-1].position == first.position

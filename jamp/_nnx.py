@@ -1,7 +1,7 @@
 """flax.nnx modules in a traced function: their state goes in, and comes out updated.
 
 A trace works on copies of what enters it. The modules among the arguments of a
-function, those that it closes over, and the function itself if it is a module, are split
+function, those that it closes over, and itself if it is a module, are split
 into a structure and their arrays; the arrays are traced, and what the function made of
 them is written back to the modules. flax is not imported for it: without it there are
 none.

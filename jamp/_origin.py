@@ -43,22 +43,29 @@ class Call:
     key: tuple[Any, ...]
 
 
-def calls(found: Frames, functions: Mapping[int, Function]) -> Iterator[Call]:
-    """Calls of listed functions that these frames show, outermost first.
+Position = tuple[tuple[int, ...], Sequence[int]]
+
+
+def position(eqn: JaxprEqn) -> Position | None:
+    """Ids of the code objects of an equation's frames, and the offsets in them.
+
+    Ids, because hashing or comparing code objects goes through their instructions.
+    """
+    found = frames(eqn)
+    return None if found is None else (tuple(map(id, found[0])), found[1])
+
+
+def calls(found: Position, functions: Mapping[int, Function]) -> Iterator[Call]:
+    """Calls of listed functions that a position is inside, outermost first.
 
     Args:
-      found: the frames.
-      functions: listed functions by the id of their code object. Ids, because hashing
-        a code object hashes its instructions.
+      found: the position.
+      functions: listed functions by the id of their code object.
     """
-    codes, offsets = found
-    ids = tuple(map(id, codes))
-    if functions.keys().isdisjoint(ids):
-        return
-    for index in range(len(ids) - 1, -1, -1):
-        function = functions.get(ids[index])
-        if function is not None:
-            yield Call(function, (ids[index:], offsets[index + 1 :]))
+    ids, offsets = found
+    hits = [index for index, code in enumerate(ids) if code in functions]
+    for index in reversed(hits):
+        yield Call(functions[ids[index]], (ids[index:], offsets[index + 1 :]))
 
 
 @dataclass(frozen=True)

@@ -35,16 +35,23 @@ class Value:
     Attributes:
       array: the array, tracer or literal in the dtype it was computed in.
       aval: its abstract value.
+      dtype: the dtype it was computed in; None for what has none, as a token.
+      eligible: whether autocast may cast it.
       traits: what else is known of it.
       casts: the array in other dtypes.
       slot: the position among the inputs of the inner program being rewritten.
     """
 
-    __slots__ = ("array", "aval", "casts", "slot", "traits")
+    __slots__ = ("array", "aval", "casts", "dtype", "eligible", "slot", "traits")
 
     def __init__(self, array: Any, aval: Any, traits: Traits, slot: int | None = None):
         self.array = array
         self.aval = aval
+        self.dtype: Any = getattr(aval, "dtype", None)
+        # A reference holds floats and is none.
+        self.eligible = type(aval) is jax.core.ShapedArray and _dtypes.eligible(
+            self.dtype
+        )
         self.traits = traits
         self.casts: dict[DType, Any] = {}
         self.slot = slot
@@ -60,16 +67,6 @@ class Value:
         """A literal of the program."""
         interval = _constants.of_array(literal.val)
         return cls(literal.val, literal.aval, Traits(interval, literal.aval.ndim))
-
-    @property
-    def dtype(self) -> DType:
-        """The dtype it was computed in."""
-        return self.aval.dtype  # type: ignore[no-any-return]
-
-    @property
-    def eligible(self) -> bool:
-        """Whether autocast may cast it; a reference, say, holds floats and is none."""
-        return type(self.aval) is jax.core.ShapedArray and _dtypes.eligible(self.dtype)
 
     @property
     def ndim(self) -> int:

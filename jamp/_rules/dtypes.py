@@ -48,14 +48,13 @@ class Dtypes(NamedTuple):
 
 def choose(rule: Rule, eqn: JaxprEqn, operands: Sequence[Value], low: DType) -> Dtypes:
     """The dtypes in which an equation runs under a rule."""
-    traced = tuple(
-        _dtypes.dtype_of(var) if value.eligible else None
-        for var, value in zip(eqn.invars, operands, strict=True)
-    )
-    if rule is Rule.AS_TRACED or any(
-        _dtypes.is_float64(_dtypes.dtype_of(value)) for value in operands
-    ):
-        return Dtypes(traced)
+    if rule is Rule.AS_TRACED or any(_dtypes.is_float64(v.dtype) for v in operands):
+        return Dtypes(
+            tuple(
+                _dtypes.dtype_of(var) if value.eligible else None
+                for var, value in zip(eqn.invars, operands, strict=True)
+            )
+        )
     if rule is Rule.PROMOTE and not _enlarges(eqn, operands):
         return _promote(eqn, operands)
     dtype = low if rule is Rule.LOWER else FLOAT32

@@ -91,7 +91,7 @@ def emit(
         for value, dtype in zip(operands, dtypes.operands, strict=True)
     ]
     used = [
-        _dtypes.dtype_of(value) if dtype is None else dtype
+        value.dtype if dtype is None else dtype
         for value, dtype in zip(operands, dtypes.operands, strict=True)
     ]
     emitter.record.operands = tuple(used)
@@ -105,9 +105,7 @@ def emit(
     values = []
     for array in results:
         value = Value.of(array)
-        value.traits = traits._replace(
-            rank=min(traits.rank, len(_dtypes.shape_of(value)))
-        )
+        value.traits = traits
         if dtypes.result is not None and value.eligible:
             value = emitter.converted(value, dtypes.result)
         if value.traits.probability and value.dtype in _dtypes.LOW_DTYPES:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
-from jamp import _dtypes
 from jamp._dtypes import DType
 from jamp._emit import Emitter, Scribe
 from jamp._records import Entry, Group
@@ -122,7 +121,7 @@ def note(
     *programs: Rewritten,
 ) -> None:
     """Records inner programs under their equation."""
-    emitter.record.operands = tuple(map(_dtypes.dtype_of, operands))
+    emitter.record.operands = tuple([v.dtype for v in operands])
     for program in programs:
         emitter.scribe.entries.append(Group(eqn, program.entries))
         emitter.scribe.changed |= program.changed

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.extend.core import JaxprEqn
 
-from jamp import _dtypes
 from jamp._emit import Emitter, Scribe
 from jamp._records import Group
 from jamp._rules.programs import closed
@@ -43,7 +42,7 @@ def run_shard_map(
         check_vma=params["check_vma"],
     )
     results = function(*(value.array for value in operands))
-    emitter.record.operands = tuple(map(_dtypes.dtype_of, operands))
+    emitter.record.operands = tuple([v.dtype for v in operands])
     emitter.scribe.entries.append(Group(eqn, scribe.entries))
     emitter.scribe.changed |= scribe.changed
     return [Value.of(array) for array in results]

@@ -39,14 +39,12 @@ def result_traits(
 ) -> Traits:
     """What is known of an equation's results."""
     name = eqn.primitive.name
-    rank = max((len(_dtypes.shape_of(v)) for v in eqn.outvars), default=0)
+    rank = len(_dtypes.shape_of(eqn.outvars[0])) if eqn.outvars else 0
     floats = [v for v in operands if v.eligible]
     ruling = emitter.record.ruling
     interval = None
     if ruling.rule is Rule.PROMOTE:
-        numbers = floats or [
-            v for v in operands if _dtypes.integer(_dtypes.dtype_of(v))
-        ]
+        numbers = floats or [v for v in operands if _dtypes.integer(v.dtype)]
         if all(v.weak for v in numbers):
             interval = _constants.propagate(eqn, [v.traits.interval for v in numbers])
     if name in MATMULS:
