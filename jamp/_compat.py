@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
+import jax
+
 # No public name gives the settings (x64, mesh, matmul precision ...) that a trace
 # depends on and that jax.jit itself keys its caches on.
 from jax._src.config import trace_context as _trace_context
@@ -58,3 +60,8 @@ def inlined(fn: Any) -> bool:
     # JAX 0.12 has an enumeration where 0.10 has a bool.
     inline = getattr(info, "inline", False)
     return getattr(inline, "name", inline) in (True, "JAX_EARLY")
+
+
+# What jax.jit takes to leave nothing but the equations of the function behind. Since
+# JAX 0.12 `inline=True` inlines later, when a program is lowered.
+INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
@@ -12,9 +12,10 @@ from jamp._dtypes import FLOAT32, DType
 from jamp._emit import Emitter, Scribe, source_of
 from jamp._functions import Function
 from jamp._policy import Rule
-from jamp._records import MATMULS, Record, Ruling, originals
+from jamp._records import MATMULS, Cast, Entry, Group, Record, Ruling, originals
 from jamp._regions import Options, Scope
 from jamp._rules.matmul import explicit_precision
+from jamp._segments import run_segment, runs_in_float32
 from jamp._values import Value
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ def run_occurrence(
             lowered = _lowered(entering, enter)
         interpreter.run_equations(eqns, start, env.overlay(lowered), inner, scribe)
         casts = enter.record.casts
+    elif _FORCED[rule] is Rule.FLOAT32 and runs_in_float32(eqns):
+        casts = _run_in_float32(eqns, start, env, ruling, context, scribe)
     else:
         casts = []
         forced = ruling._replace(rule=_FORCED[rule])
@@ -83,6 +86,46 @@ def run_occurrence(
     records[0].casts[:0] = casts
     leave = Emitter(records[-1], region, scribe)
     _settle(ruling, eqns, start + len(eqns), entering, env, leave)
+
+
+def _run_in_float32(
+    eqns: Sequence[JaxprEqn],
+    start: int,
+    env: Environment,
+    ruling: Ruling,
+    context: Context,
+    scribe: Scribe,
+) -> list[Cast]:
+    """Runs a call that is float32 throughout, once its operands are."""
+    made = {var for eqn in eqns for var in eqn.outvars}
+    read = (v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal))
+    invars = [var for var in dict.fromkeys(read) if var not in made]
+    stop = start + len(eqns)
+    outvars = [var for eqn in eqns for var in eqn.outvars if env.used_from(var, stop)]
+    enter = Emitter(Record(eqns[0], ruling, ()), context.region, scribe)
+    with source_of(eqns[0]):
+        arrays = [
+            enter.cast(value, FLOAT32) if value.eligible else value.array
+            for value in map(env.read, invars)
+        ]
+        results = run_segment(eqns, invars, outvars, arrays)
+    env.bind(outvars, [Value.of(array) for array in results])
+    scribe.entries.extend(_as_traced(eqns, ruling, context.scope))
+    return enter.record.casts
+
+
+def _as_traced(
+    eqns: Sequence[JaxprEqn], ruling: Ruling, scope: Scope
+) -> Iterator[Entry]:
+    """Records of equations that ran as traced, and of the programs that they hold."""
+    for eqn in eqns:
+        inner = scope.enter(eqn.source_info.name_stack)
+        record = Record(eqn, ruling, inner.names)
+        record.operands = tuple(map(_dtypes.dtype_of, eqn.invars))
+        record.results = tuple(map(_dtypes.dtype_of, eqn.outvars))
+        yield record
+        for program in jaxprs_in_params(eqn.params):
+            yield Group(eqn, list(_as_traced(program.eqns, ruling, inner)))
 
 
 def _entering(eqns: Sequence[JaxprEqn], env: Environment) -> dict[Any, Value]:
@@ -192,7 +235,8 @@ def _leaving_dtype(
         and (function not in region.policy.activation_results)
     ):
         # The user named a dtype, as in softmax(x, dtype=...).
-        return traced  # type: ignore[no-any-return]
+        named: DType = traced
+        return named
     if rule is Rule.FLOAT32:
         return FLOAT32
     rank = max(v.ndim for v in entering.values())

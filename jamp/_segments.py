@@ -1,0 +1,122 @@
+"""Segments of a program that run as traced: equal ones are one function for JAX.
+
+A call of LayerNorm or softmax that runs in float32 throughout is the same few equations
+in every layer. Handed to JAX as one jitted function that it inlines, they are
+differentiated once and found in its caches afterwards, as they are in the program as
+written. The result is the same equations.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
+from jax.extend.source_info_util import current_name_stack, user_context
+
+from jamp import _dtypes
+from jamp._compat import INLINE, under_trace
+from jamp._dtypes import FLOAT32
+
+_LIMIT = 1024
+_functions: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()
+
+
+def runs_in_float32(eqns: Sequence[JaxprEqn]) -> bool:
+    """Whether all that autocast could cast in some equations is float32 as traced."""
+    return all(
+        dtype == FLOAT32 or not _castable(dtype)
+        for eqn in eqns
+        for dtype in map(_dtypes.dtype_of, (*eqn.invars, *eqn.outvars))
+    ) and all(
+        runs_in_float32(inner.eqns)
+        for eqn in eqns
+        for inner in jaxprs_in_params(eqn.params)
+    )
+
+
+def _castable(dtype: Any) -> bool:
+    return dtype is not None and (_dtypes.eligible(dtype) or _dtypes.is_float64(dtype))
+
+
+def run_segment(
+    eqns: Sequence[JaxprEqn],
+    invars: Sequence[Any],
+    outvars: Sequence[Any],
+    arrays: Sequence[Any],
+) -> list[Any]:
+    """Runs equations as traced.
+
+    Args:
+      eqns: the equations, all in the same named scopes.
+      invars: the variables that they read and do not make.
+      outvars: those of their results that are wanted.
+      arrays: arrays for `invars`.
+
+    Returns:
+      Arrays for `outvars`.
+    """
+    run = _runner(eqns, invars, outvars)
+    if not under_trace() and not any(isinstance(a, jax.core.Tracer) for a in arrays):
+        return run(*arrays)
+    key = _key(eqns, invars, outvars)
+    if key is None:
+        return run(*arrays)
+    if key not in _functions:
+        _functions[key] = jax.jit(run, inline=INLINE)
+        if len(_functions) > _LIMIT:
+            _functions.popitem(last=False)
+    _functions.move_to_end(key)
+    return list(_functions[key](*arrays))
+
+
+def _runner(
+    eqns: Sequence[JaxprEqn], invars: Sequence[Any], outvars: Sequence[Any]
+) -> Callable[..., list[Any]]:
+    def run(*arrays: Any) -> list[Any]:
+        env = dict(zip(invars, arrays, strict=True))
+        name_stack = current_name_stack()
+        for eqn in eqns:
+            operands = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
+            params = eqn.primitive.get_bind_params(eqn.params)
+            with (
+                user_context(eqn.source_info.traceback, name_stack=name_stack),
+                eqn.ctx.manager,
+            ):
+                results = eqn.primitive.bind(*operands, **params)
+            if not eqn.primitive.multiple_results:
+                results = [results]
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [env[var] for var in outvars]
+
+    return run
+
+
+def _key(
+    eqns: Sequence[JaxprEqn], invars: Sequence[Any], outvars: Sequence[Any]
+) -> Hashable:
+    """What two equal segments have in common; None if it cannot be told."""
+    numbers = {var: number for number, var in enumerate(invars)}
+    parts: list[Hashable] = [tuple(var.aval for var in invars)]
+    for eqn in eqns:
+        if eqn.primitive.name.startswith("custom_"):
+            return None  # its derivative rule is another object in every trace
+        operands = tuple(
+            (v.aval, np.asarray(v.val).tobytes())
+            if isinstance(v, Literal)
+            else numbers[v]
+            for v in eqn.invars
+        )
+        for var in eqn.outvars:
+            numbers[var] = len(numbers)
+        params = tuple(eqn.params.items())
+        parts.append((eqn.primitive, params, operands, eqn.ctx))
+    key = (tuple(parts), tuple(numbers[var] for var in outvars))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
