@@ -47,7 +47,8 @@ class Value:
     def __init__(self, array: Any, aval: Any, traits: Traits, slot: int | None = None):
         self.array = array
         self.aval = aval
-        self.dtype: _dtypes.DType = getattr(aval, "dtype", None)
+        dtype: Any = getattr(aval, "dtype", None)
+        self.dtype: _dtypes.DType = dtype
         # A reference holds floats and is none.
         self.eligible = type(aval) is jax.core.ShapedArray and _dtypes.eligible(
             self.dtype
