@@ -159,10 +159,9 @@ class Interpreter:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                "the program was traced without tracebacks, so that functions such as "
-                "softmax cannot be recognised in it and only the rules of primitives "
-                "hold; set jax_include_full_tracebacks_in_locations back to its default"
-                " or hand jamp the function, not a jaxpr",
+                "the program has equations without a traceback, so that functions such "
+                "as softmax cannot be recognised in them and only the rules of "
+                "primitives hold; hand jamp the function, not a jaxpr made elsewhere",
                 JampWarning,
                 stacklevel=2,
             )

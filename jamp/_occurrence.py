@@ -70,7 +70,7 @@ def run_occurrence(
         interpreter.run_equations(eqns, start, env.overlay(lowered), inner, scribe)
         casts = enter.record.casts
     elif _FORCED[rule] is Rule.FLOAT32 and runs_in_float32(eqns):
-        casts = _run_in_float32(eqns, start, env, ruling, context, scribe)
+        casts = _run_in_float32(eqns, start, env, ruling, context.scope, region, scribe)
     else:
         casts = []
         forced = ruling._replace(rule=_FORCED[rule])
@@ -93,7 +93,8 @@ def _run_in_float32(
     start: int,
     env: Environment,
     ruling: Ruling,
-    context: Context,
+    outer: Scope,
+    region: Options,
     scribe: Scribe,
 ) -> list[Cast]:
     """Runs a call that is float32 throughout, once its operands are."""
@@ -102,7 +103,7 @@ def _run_in_float32(
     invars = [var for var in dict.fromkeys(read) if var not in made]
     stop = start + len(eqns)
     outvars = [var for eqn in eqns for var in eqn.outvars if env.used_from(var, stop)]
-    enter = Emitter(Record(eqns[0], ruling, ()), context.region, scribe)
+    enter = Emitter(Record(eqns[0], ruling, ()), region, scribe)
     with source_of(eqns[0]):
         arrays = [
             enter.cast(value, FLOAT32) if value.eligible else value.array
@@ -110,7 +111,7 @@ def _run_in_float32(
         ]
         results = run_segment(eqns, invars, outvars, arrays)
     env.bind(outvars, [Value.of(array) for array in results])
-    scribe.entries.extend(_as_traced(eqns, ruling, context.scope))
+    scribe.entries.extend(_as_traced(eqns, ruling, outer))
     return enter.record.casts
 
 

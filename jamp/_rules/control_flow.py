@@ -67,12 +67,15 @@ def run_scan(
         bound = eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(params))
         return [Value.of(array) for array in bound]
     shared = arrays[:num_consts]
-    extras = [emitter.cast(consts[slot], dtype) for slot, dtype in inner.extras]
+    extras = [
+        lax.stop_gradient(emitter.cast(consts[slot], dtype))
+        for slot, dtype in inner.extras
+    ]
     slots = [slot for slot, _ in inner.extras]
 
     def step(carried: Sequence[Any], slices: Sequence[Any]) -> tuple[Any, Any]:
         casts = [
-            _narrowed(shared[slot], lax.stop_gradient(extra))
+            _narrowed(shared[slot], extra)
             for slot, extra in zip(slots, extras, strict=True)
         ]
         results = inner(*shared, *carried, *slices, *casts)
