@@ -7,8 +7,10 @@ occurrences of listed functions, and the emission of one equation.
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -58,22 +60,25 @@ class Step(NamedTuple):
     position: _origin.Position | None = None
 
 
+@lru_cache(maxsize=256)
+def functions(policy: Policy, modules: int) -> Mapping[int, Function]:
+    """A policy's functions by the id of their code object.
+
+    Args:
+      policy: the policy.
+      modules: how many modules are imported: with more, more names can be resolved.
+    """
+    del modules
+    return {id(code): function for code, function in policy.function_codes.items()}
+
+
 class Interpreter:
     """Runs programs under a policy; one per rewritten program."""
 
     def __init__(self) -> None:
         self.cache: dict[Any, tuple[Any, Any]] = {}
-        self._functions: dict[Policy, Mapping[int, Function]] = {}
         self._warned = False
         self._callers: list[JaxprEqn] = []
-
-    def functions(self, policy: Policy) -> Mapping[int, Function]:
-        """The policy's functions, by the id of their code object."""
-        if policy not in self._functions:
-            self._functions[policy] = {
-                id(code): function for code, function in policy.function_codes.items()
-            }
-        return self._functions[policy]
 
     def run(
         self,
@@ -150,7 +155,7 @@ class Interpreter:
             return Step(eqn, scope)
         region = scope.region
         assert region is not None  # noqa: S101 - see Context.region
-        for call in _origin.calls(position, self.functions(region.policy)):
+        for call in _origin.calls(position, functions(region.policy, len(sys.modules))):
             if call.function not in context.inside:
                 return Step(eqn, scope, None, call, position)
         return Step(eqn, scope)
