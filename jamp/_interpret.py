@@ -26,6 +26,7 @@ from jamp._records import Record, Ruling
 from jamp._regions import Options, Scope
 from jamp._rules import STRUCTURAL, handler
 from jamp._rules.plain import run_as_traced
+from jamp._rules.site import Site
 from jamp._values import Value
 
 
@@ -164,8 +165,8 @@ class Interpreter:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                "the program has equations without a traceback, so that functions such "
-                "as softmax cannot be recognised in them and only the rules of "
+                "the program was traced without tracebacks, so that functions such "
+                "as softmax cannot be recognised in it and only the rules of "
                 "primitives hold; hand jamp the function, not a jaxpr made elsewhere",
                 JampWarning,
                 stacklevel=2,
@@ -195,7 +196,7 @@ class Interpreter:
                 context = context._replace(forced=ruling)
         self._callers.append(eqn)
         with source_of(eqn):
-            results = run(self, eqn, operands, context, emitter)
+            results = run(Site(self, eqn, operands, context, emitter))
         self._callers.pop()
         record.results = tuple([v.dtype for v in results])
         env.bind(eqn.outvars, results)

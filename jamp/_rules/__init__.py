@@ -10,9 +10,10 @@ from jamp._rules.convert import run_convert
 from jamp._rules.derivatives import run_checkpoint, run_custom_jvp, run_custom_vjp
 from jamp._rules.plain import run_plain
 from jamp._rules.sharding import run_shard_map
+from jamp._rules.site import Site
 from jamp._values import Value
 
-Handler = Callable[..., list[Value]]
+Handler = Callable[[Site], list[Value]]
 
 # Equations that hold programs, which are rewritten.
 STRUCTURAL: Mapping[str, Handler] = {

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes
 from jamp._compat import scan_counts
-from jamp._emit import Emitter
 from jamp._rules.programs import Rewritten, note, rewrite
+from jamp._rules.site import Site
 from jamp._values import Traits, Value
-
-if TYPE_CHECKING:
-    from jamp._interpret import Context, Interpreter
 
 
 @jax.custom_jvp
@@ -36,36 +32,26 @@ def _narrowed_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
     return narrow, lax.convert_element_type(tangents[0], narrow.dtype)
 
 
-def run_scan(
-    interpreter: Interpreter,
-    eqn: JaxprEqn,
-    operands: Sequence[Value],
-    context: Context,
-    emitter: Emitter,
-) -> list[Value]:
+def run_scan(site: Site) -> list[Value]:
     """Runs a scan; casts of what its iterations share stand outside it."""
-    params = eqn.params
+    params, operands, emitter = site.eqn.params, site.operands, site.emitter
     num_consts, num_carry = scan_counts(params)
     consts, carry = operands[:num_consts], operands[num_consts:][:num_carry]
     slices = operands[num_consts + num_carry :]
     avals = params["jaxpr"].in_avals[num_consts + num_carry :]
     sliced = [
-        stand_in(aval, _dtypes.dtype_of(value))
-        for aval, value in zip(avals, slices, strict=True)
+        stand_in(aval, value.dtype) for aval, value in zip(avals, slices, strict=True)
     ]
 
     def body(carried: Sequence[Value]) -> Rewritten:
         inputs = [*consts, *carried, *sliced]
-        return rewrite(
-            interpreter, params["jaxpr"], inputs, context, hoisted=range(num_consts)
-        )
+        return rewrite(site, params["jaxpr"], inputs, hoisted=range(num_consts))
 
     inner, settled = _settle(carry, body)
-    note(eqn, emitter, operands, inner)
-    arrays = [value.array for value in operands]
+    note(site, inner)
+    arrays = site.arrays
     if not inner.changed and _unchanged(carry, settled):
-        bound = eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(params))
-        return [Value.of(array) for array in bound]
+        return [Value.of(array) for array in site.bind(arrays)]
     shared = arrays[:num_consts]
     extras = [
         lax.stop_gradient(emitter.cast(consts[slot], dtype))
@@ -93,33 +79,23 @@ def run_scan(
     return [Value.of(array) for array in (*final, *stacked)]
 
 
-def run_while(
-    interpreter: Interpreter,
-    eqn: JaxprEqn,
-    operands: Sequence[Value],
-    context: Context,
-    emitter: Emitter,
-) -> list[Value]:
+def run_while(site: Site) -> list[Value]:
     """Runs a while loop."""
-    params = eqn.params
+    params, operands, emitter = site.eqn.params, site.operands, site.emitter
     num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
     cond_consts, rest = operands[:num_cond], operands[num_cond:]
     body_consts, carry = rest[:num_body], rest[num_body:]
 
     def body(carried: Sequence[Value]) -> Rewritten:
         inputs = [*body_consts, *carried]
-        return rewrite(
-            interpreter, params["body_jaxpr"], inputs, context, hoisted=range(num_body)
-        )
+        return rewrite(site, params["body_jaxpr"], inputs, hoisted=range(num_body))
 
     inner, settled = _settle(carry, body)
     inputs = [*cond_consts, *_carried(carry, settled)]
-    test = rewrite(interpreter, params["cond_jaxpr"], inputs, context)
-    note(eqn, emitter, operands, test, inner)
+    test = rewrite(site, params["cond_jaxpr"], inputs)
+    note(site, test, inner)
     if not (inner.changed or test.changed) and _unchanged(carry, settled):
-        arrays = [value.array for value in operands]
-        bound = eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(params))
-        return [Value.of(array) for array in bound]
+        return [Value.of(array) for array in site.bind(site.arrays)]
     cond_arrays = [value.array for value in cond_consts]
     body_arrays = [value.array for value in body_consts]
     extras = [emitter.cast(body_consts[slot], dtype) for slot, dtype in inner.extras]
@@ -131,32 +107,22 @@ def run_while(
     return [Value.of(array) for array in final]
 
 
-def run_cond(
-    interpreter: Interpreter,
-    eqn: JaxprEqn,
-    operands: Sequence[Value],
-    context: Context,
-    emitter: Emitter,
-) -> list[Value]:
+def run_cond(site: Site) -> list[Value]:
     """Runs a conditional or switch; its branches meet at the widest dtypes."""
-    inputs = operands[1:]
-    branches = [
-        rewrite(interpreter, branch, inputs, context)
-        for branch in eqn.params["branches"]
-    ]
-    note(eqn, emitter, operands, *branches)
-    arrays = [value.array for value in operands]
-    params = dict(eqn.params)
+    inputs = site.operands[1:]
+    branches = [rewrite(site, branch, inputs) for branch in site.eqn.params["branches"]]
+    note(site, *branches)
+    programs = site.eqn.params["branches"]
     if any(branch.changed for branch in branches):
         dtypes = [
             _meet(options)
             for options in zip(*(branch.dtypes for branch in branches), strict=True)
         ]
         avals = [value.aval for value in inputs]
-        params["branches"] = tuple(
+        programs = tuple(
             jax.make_jaxpr(_branch(branch, dtypes))(*avals) for branch in branches
         )
-    results = eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(params))
+    results = site.bind(site.arrays, branches=programs)
     return [Value.of(array) for array in results]
 
 
@@ -179,7 +145,7 @@ def _settle(
     They are those that iterating one by one would come to, from the dtypes that come
     in; where it would go back and forth, the widest.
     """
-    dtypes = [_dtypes.dtype_of(value) for value in carry]
+    dtypes = [value.dtype for value in carry]
     seen = [dtypes]
     while True:
         inner = body(_carried(carry, dtypes))
@@ -212,7 +178,7 @@ def stand_in(aval: Any, dtype: Any) -> Value:
 
 
 def _unchanged(carry: Sequence[Value], dtypes: Sequence[Any]) -> bool:
-    return [_dtypes.dtype_of(value) for value in carry] == list(dtypes)
+    return [value.dtype for value in carry] == list(dtypes)
 
 
 def _cast_to(arrays: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:

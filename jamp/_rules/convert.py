@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +10,12 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jamp import _constants, _dtypes, _origin
-from jamp._emit import Emitter
 from jamp._functions import code_of
 from jamp._policy import Rule
 from jamp._rules.dtypes import Dtypes
 from jamp._rules.plain import emit, run_plain
+from jamp._rules.site import Site
 from jamp._values import Value
-
-if TYPE_CHECKING:
-    from jamp._interpret import Context, Interpreter
 
 
 @cache
@@ -35,23 +30,18 @@ def _is_explicit(eqn: JaxprEqn) -> bool:
     return frames is None or not _explicit_codes().isdisjoint(map(id, frames[0]))
 
 
-def run_convert(
-    interpreter: Interpreter,
-    eqn: JaxprEqn,
-    operands: Sequence[Value],
-    context: Context,
-    emitter: Emitter,
-) -> list[Value]:
+def run_convert(site: Site) -> list[Value]:
     """Runs a cast of the traced program.
 
     A cast that the user asked for is made. One that promotion inserted to widen an
     operand is not: operands are promoted by the dtypes that they have by now.
     """
+    _, eqn, operands, _, emitter = site
     (value,) = operands
     target = np.dtype(eqn.params["new_dtype"]) if _is_dtype(eqn) else None
     rule = emitter.record.ruling.rule
     if target is None or not _dtypes.eligible(target) or rule is Rule.AS_TRACED:
-        return run_plain(interpreter, eqn, operands, context, emitter)
+        return run_plain(site)
     if not value.eligible:
         (result,) = emit(eqn, operands, Dtypes((None,)), emitter)
         known = value.traits.interval

@@ -7,87 +7,63 @@ that results runs under the same policy as the function.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes
-from jamp._emit import Emitter, Scribe
+from jamp._emit import Scribe
 from jamp._rules.programs import Rewritten, closed, note, rewrite, to_values
+from jamp._rules.site import Site
 from jamp._values import Value
 
-if TYPE_CHECKING:
-    from jamp._interpret import Context, Interpreter
 
-
-def run_custom_jvp(
-    interpreter: Interpreter,
-    eqn: JaxprEqn,
-    operands: Sequence[Value],
-    context: Context,
-    emitter: Emitter,
-) -> list[Value]:
+def run_custom_jvp(site: Site) -> list[Value]:
     """Runs a custom_jvp function; its rule is kept and runs under the same policy."""
-    inner = rewrite(interpreter, eqn.params["call_jaxpr"], operands, context)
-    note(eqn, emitter, operands, inner)
-    arrays = [value.array for value in operands]
+    inner = rewrite(site, site.eqn.params["call_jaxpr"], site.operands)
+    note(site, inner)
     if not inner.changed:
-        return to_values(_call(eqn)(*arrays), inner.traits)
+        return to_values(site.bind(site.arrays), inner.traits)
 
     def rule(primals: Any, tangents: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        outs = _tangents(interpreter, eqn, operands, context, inner, primals, tangents)
+        outs = _tangents(site, inner, primals, tangents)
         return outs[: len(inner.dtypes)], outs[len(inner.dtypes) :]
 
-    function = jax.custom_jvp(_primal(eqn, inner))
+    function = jax.custom_jvp(_primal(site.eqn, inner))
     function.defjvp(rule)
-    return to_values(function(*arrays), inner.traits)
+    return to_values(function(*site.arrays), inner.traits)
 
 
 def _tangents(
-    interpreter: Interpreter,
-    eqn: JaxprEqn,
-    operands: Sequence[Value],
-    context: Context,
+    site: Site,
     inner: Rewritten,
     primals: Sequence[Any],
     tangents: Sequence[Any],
 ) -> tuple[Any, ...]:
     """Results and their tangents, by the user's rule run under the policy."""
-    avals = tuple(var.aval for var in eqn.invars)
+    avals = tuple(var.aval for var in site.eqn.invars)
     tangent_avals = tuple(aval.to_tangent_aval() for aval in avals)
-    program = jax.make_jaxpr(lambda p, t: jax.jvp(_call(eqn), p, t))(
+    program = jax.make_jaxpr(lambda p, t: jax.jvp(_call(site), p, t))(
         avals, tangent_avals
     )
-    values = [
-        Value(array, outer.aval, outer.traits)
-        for array, outer in zip(primals, operands, strict=True)
-    ]
-    values += [Value.of(tangent) for tangent in tangents]
-    results = interpreter.run(program, values, context, Scribe())
+    values = [*_inputs(site, primals), *map(Value.of, tangents)]
+    results = site.interpreter.run(program, values, site.context, Scribe())
     return _in_dtypes(results, inner.dtypes * 2)
 
 
-def run_custom_vjp(
-    interpreter: Interpreter,
-    eqn: JaxprEqn,
-    operands: Sequence[Value],
-    context: Context,
-    emitter: Emitter,
-) -> list[Value]:
+def run_custom_vjp(site: Site) -> list[Value]:
     """Runs a custom_vjp function; its two rules are kept and run under the policy."""
-    inner = rewrite(interpreter, eqn.params["call_jaxpr"], operands, context)
-    note(eqn, emitter, operands, inner)
+    interpreter, eqn, operands, context, emitter = site
+    inner = rewrite(site, eqn.params["call_jaxpr"], operands)
+    note(site, inner)
     emitter.scribe.changed = True
-    forward, backward = _trace_vjp(eqn)
+    forward, backward = _trace_vjp(site)
     differentiable = _differentiable(eqn)
 
     def fwd(*arrays: Any) -> tuple[tuple[Any, ...], list[Any]]:
-        values = [
-            Value(array, outer.aval, outer.traits)
-            for array, outer in zip(arrays, operands, strict=True)
-        ]
+        values = _inputs(site, arrays)
         results = interpreter.run(forward, values, context, Scribe())
         outs = _in_dtypes(results[: len(inner.dtypes)], inner.dtypes)
         return outs, [value.array for value in results[len(inner.dtypes) :]]
@@ -101,8 +77,7 @@ def run_custom_vjp(
 
     function = jax.custom_vjp(_primal(eqn, inner))
     function.defvjp(fwd, bwd)
-    arrays = [value.array for value in operands]
-    return to_values(function(*arrays), inner.traits)
+    return to_values(function(*site.arrays), inner.traits)
 
 
 def _differentiable(eqn: JaxprEqn) -> list[int]:
@@ -111,13 +86,13 @@ def _differentiable(eqn: JaxprEqn) -> list[int]:
     return [i for i, d in enumerate(dtypes) if jax.numpy.issubdtype(d, np.inexact)]
 
 
-def _trace_vjp(eqn: JaxprEqn) -> tuple[Any, Any]:
+def _trace_vjp(site: Site) -> tuple[Any, Any]:
     """Programs of the user's forward and backward rules, as written."""
-    trees: list[Any] = []
+    eqn, trees = site.eqn, []
     differentiable = _differentiable(eqn)
 
     def forward(*arrays: Any) -> tuple[Any, Any]:
-        outs, pullback = jax.vjp(_call(eqn), *arrays)
+        outs, pullback = jax.vjp(_call(site), *arrays)
         residuals, tree = jax.tree.flatten(pullback)
         trees.append(tree)
         return outs, residuals
@@ -133,31 +108,30 @@ def _trace_vjp(eqn: JaxprEqn) -> tuple[Any, Any]:
     return program, jax.make_jaxpr(backward)(results[count:], tangents)
 
 
-def run_checkpoint(
-    interpreter: Interpreter,
-    eqn: JaxprEqn,
-    operands: Sequence[Value],
-    context: Context,
-    emitter: Emitter,
-) -> list[Value]:
+def run_checkpoint(site: Site) -> list[Value]:
     """Runs a checkpointed function; it recomputes in the dtypes of the first run."""
-    params = eqn.params
-    inner = rewrite(interpreter, closed(params["jaxpr"]), operands, context)
-    note(eqn, emitter, operands, inner)
-    arrays = [value.array for value in operands]
+    params = site.eqn.params
+    inner = rewrite(site, closed(params["jaxpr"]), site.operands)
+    note(site, inner)
     if not inner.changed:
-        bound = eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(params))
-        return to_values(bound, inner.traits)
+        return to_values(site.bind(site.arrays), inner.traits)
     function = jax.checkpoint(
         inner.__call__, prevent_cse=params["prevent_cse"], policy=params["policy"]
     )
-    return to_values(function(*arrays), inner.traits)
+    return to_values(function(*site.arrays), inner.traits)
 
 
-def _call(eqn: JaxprEqn) -> Callable[..., Any]:
+def _call(site: Site) -> Callable[..., list[Any]]:
     """The equation as a function, with the user's derivative rule."""
-    params = eqn.primitive.get_bind_params(eqn.params)
-    return lambda *arrays: eqn.primitive.bind(*arrays, **params)
+    return lambda *arrays: site.bind(arrays)
+
+
+def _inputs(site: Site, arrays: Sequence[Any]) -> list[Value]:
+    """Values of an equation's inputs inside a derivative rule."""
+    return [
+        Value(array, outer.aval, outer.traits)
+        for array, outer in zip(arrays, site.operands, strict=True)
+    ]
 
 
 def _primal(eqn: JaxprEqn, inner: Rewritten) -> Callable[..., tuple[Any, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,11 +16,9 @@ from jamp._policy import Rule
 from jamp._records import MATMULS
 from jamp._rules.dtypes import Dtypes, choose
 from jamp._rules.matmul import explicit_precision
+from jamp._rules.site import Site
 from jamp._rules.traits import result_traits
 from jamp._values import Value
-
-if TYPE_CHECKING:
-    from jamp._interpret import Context, Interpreter
 
 # Elementwise primitives that broadcast dimensions of size one, and scalars.
 _BROADCASTING = frozenset(
@@ -37,15 +35,9 @@ _SCATTERS = {
 }
 
 
-def run_plain(
-    interpreter: Interpreter,
-    eqn: JaxprEqn,
-    operands: Sequence[Value],
-    context: Context,
-    emitter: Emitter,
-) -> list[Value]:
+def run_plain(site: Site) -> list[Value]:
     """Runs an equation that has no inner program."""
-    del interpreter
+    _, eqn, operands, context, emitter = site
     ruling = emitter.record.ruling
     if ruling.rule is not Rule.AS_TRACED and _bound_to_dtypes(eqn):
         source = f"{eqn.primitive.name} holds a program in the dtypes it was traced in"
@@ -57,15 +49,9 @@ def run_plain(
     return emit(eqn, operands, dtypes, emitter)
 
 
-def run_as_traced(
-    interpreter: Interpreter,
-    eqn: JaxprEqn,
-    operands: Sequence[Value],
-    context: Context,
-    emitter: Emitter,
-) -> list[Value]:
+def run_as_traced(site: Site) -> list[Value]:
     """Runs an equation in the dtypes it was traced in, whatever its rule."""
-    del interpreter, context
+    _, eqn, operands, _, emitter = site
     source = f"{eqn.primitive.name} takes more than arrays"
     emitter.record.ruling = emitter.record.ruling._replace(
         rule=Rule.AS_TRACED, source=source

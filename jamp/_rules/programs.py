@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jamp._dtypes import DType
-from jamp._emit import Emitter, Scribe
+from jamp._emit import Scribe
 from jamp._records import Entry, Group
+from jamp._rules.site import Site
 from jamp._values import Traits, Value
-
-if TYPE_CHECKING:
-    from jamp._interpret import Context, Interpreter
 
 
 @dataclass(frozen=True)
@@ -47,39 +45,37 @@ class Rewritten:
 
 
 def rewrite(
-    interpreter: Interpreter,
+    site: Site,
     program: Any,
     operands: Sequence[Value],
-    context: Context,
     *,
     hoisted: Iterable[int] = (),
 ) -> Rewritten:
     """Rewrites an inner program, once for each combination of inputs.
 
     Args:
-      interpreter: runs the equations.
+      site: the equation that holds it.
       program: the closed jaxpr as traced.
       operands: the inputs; only their dtypes and traits matter.
-      context: what holds around it.
       hoisted: inputs whose narrowing casts are left to the caller, so that a value
         that enters several programs, or a loop, is cast once.
     """
     known = tuple((value.aval, value.traits) for value in operands)
     slots = tuple(hoisted)
-    key = (id(program), known, context, slots)
-    if key not in interpreter.cache:
-        rewritten = _rewrite(interpreter, program, operands, context, slots, ())
+    key = (id(program), known, site.context, slots)
+    cache = site.interpreter.cache
+    if key not in cache:
+        rewritten = _rewrite(site, program, operands, slots, ())
         # The cache holds the program too, so that its id stays taken.
-        interpreter.cache[key] = (rewritten, program)
-    found: Rewritten = interpreter.cache[key][0]
+        cache[key] = (rewritten, program)
+    found: Rewritten = cache[key][0]
     return found
 
 
 def _rewrite(
-    interpreter: Interpreter,
+    site: Site,
     program: Any,
     operands: Sequence[Value],
-    context: Context,
     hoisted: tuple[int, ...],
     extras: tuple[tuple[int, DType], ...],
 ) -> Rewritten:
@@ -96,7 +92,7 @@ def _rewrite(
         ]
         for (slot, dtype), array in zip(extras, arrays[count:], strict=True):
             values[slot].casts[dtype] = array
-        results = interpreter.run(program, values, context, scribe)
+        results = site.interpreter.run(program, values, site.context, scribe)
         traits[:] = [result.traits for result in results]
         return [result.array for result in results]
 
@@ -105,7 +101,7 @@ def _rewrite(
     rewritten = jax.make_jaxpr(run)(*avals, *narrowed)
     requests = tuple(sorted(scribe.requests, key=lambda r: (r[0], r[1].name)))
     if requests and not extras:
-        return _rewrite(interpreter, program, operands, context, hoisted, requests)
+        return _rewrite(site, program, operands, hoisted, requests)
     return Rewritten(rewritten, extras, tuple(traits), scribe.entries, scribe.changed)
 
 
@@ -114,17 +110,13 @@ def closed(program: Any) -> Any:
     return program if hasattr(program, "consts") else ClosedJaxpr(program, ())
 
 
-def note(
-    eqn: JaxprEqn,
-    emitter: Emitter,
-    operands: Sequence[Value],
-    *programs: Rewritten,
-) -> None:
+def note(site: Site, *programs: Rewritten) -> None:
     """Records inner programs under their equation."""
-    emitter.record.operands = tuple([v.dtype for v in operands])
+    scribe = site.emitter.scribe
+    site.emitter.record.operands = tuple([v.dtype for v in site.operands])
     for program in programs:
-        emitter.scribe.entries.append(Group(eqn, program.entries))
-        emitter.scribe.changed |= program.changed
+        scribe.entries.append(Group(site.eqn, program.entries))
+        scribe.changed |= program.changed
 
 
 def to_values(arrays: Sequence[Any], traits: Sequence[Traits]) -> list[Value]:

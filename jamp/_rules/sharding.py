@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
-from jax.extend.core import JaxprEqn
 
-from jamp._emit import Emitter, Scribe
+from jamp._emit import Scribe
 from jamp._records import Group
 from jamp._rules.programs import closed
+from jamp._rules.site import Site
 from jamp._values import Value
 
-if TYPE_CHECKING:
-    from jamp._interpret import Context, Interpreter
 
-
-def run_shard_map(
-    interpreter: Interpreter,
-    eqn: JaxprEqn,
-    operands: Sequence[Value],
-    context: Context,
-    emitter: Emitter,
-) -> list[Value]:
+def run_shard_map(site: Site) -> list[Value]:
     """Runs a shard_map; its body is run anew, because it stands on manual axes."""
+    interpreter, eqn, operands, context, emitter = site
     params = eqn.params
     scribe = Scribe()
 
@@ -41,7 +32,7 @@ def run_shard_map(
         axis_names=params["newly_manual_axes"],
         check_vma=params["check_vma"],
     )
-    results = function(*(value.array for value in operands))
+    results = function(*site.arrays)
     emitter.record.operands = tuple([v.dtype for v in operands])
     emitter.scribe.entries.append(Group(eqn, scribe.entries))
     emitter.scribe.changed |= scribe.changed
