@@ -13,7 +13,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def write_results(name: str, figures: dict[str, Any]) -> Path:
-    """Writes `results/NAME-DEVICE.json` and returns its path."""
+    """Writes `results/NAME-DEVICE-jaxVERSION.json` and returns its path."""
     device = jax.devices()[0]
     environment = {
         "device": device.device_kind,
@@ -25,7 +25,8 @@ def write_results(name: str, figures: dict[str, Any]) -> Path:
             for package in ("jax", "jaxlib", "flax", "optax", "jamp-jax")
         },
     }
-    path = RESULTS / f"{name}-{device.platform}.json"
+    release = ".".join(jax.__version__.split(".")[:2])
+    path = RESULTS / f"{name}-{device.platform}-jax{release}.json"
     path.parent.mkdir(exist_ok=True)
     text = json.dumps({"environment": environment, "figures": figures}, indent=2)
     path.write_text(text + "\n", encoding="utf-8")
