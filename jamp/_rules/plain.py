@@ -106,9 +106,10 @@ def _operand(eqn: JaxprEqn, value: Value, dtype: DType, emitter: Emitter) -> Any
     The gradient of what an equation broadcasts is a sum: it is broadcast in float32, so
     that the sum is taken in float32 too, and rounded afterwards.
     """
+    if eqn.primitive.name not in _BROADCASTING or dtype not in _dtypes.LOW_DTYPES:
+        return emitter.cast(value, dtype)
     shape = _dtypes.shape_of(eqn.outvars[0])
-    broadcasts = eqn.primitive.name in _BROADCASTING and value.aval.shape != shape
-    if not broadcasts or dtype not in _dtypes.LOW_DTYPES or value.weak:
+    if value.aval.shape == shape or value.weak:
         return emitter.cast(value, dtype)
     emitter.scribe.changed = True
     wide = emitter.cast(value, FLOAT32)
