@@ -197,6 +197,27 @@ def test_the_rule_of_a_custom_vjp_is_kept():
     np.testing.assert_allclose(by_rule, 2 * by_jax, atol=2e-2)
 
 
+@pytest.mark.parametrize("custom", [jax.custom_vjp, jax.custom_jvp])
+def test_a_region_holds_inside_a_derivative_rule(custom):
+    @custom
+    def fn(x):
+        return x @ x
+
+    def disabled(x, g):
+        with jamp.autocast(enabled=False):
+            return g @ x
+
+    if custom is jax.custom_vjp:
+        fn.defvjp(lambda x: (x @ x, x), lambda x, g: (disabled(x, g),))
+    else:
+        fn.defjvp(lambda x, t: (x[0] @ x[0], disabled(x[0], t[0])))
+    gradient = jax.grad(total(lambda x, w: jamp.autocast(fn, device_type="gpu")(x)))
+    assert sorted(matmul_dtypes(traced(gradient, X, W))) == [
+        ("float16", "float16"),
+        ("float32", "float32"),
+    ]
+
+
 def test_a_loop_keeps_its_parameters():
     program = traced(
         jamp.autocast(CONSTRUCTS["scan_reversed_and_unrolled"], device_type="gpu"), X, W

@@ -15,6 +15,7 @@ from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes
 from jamp._emit import Scribe
+from jamp._regions import tracing
 from jamp._rules.programs import Rewritten, closed, note, rewrite, to_values
 from jamp._rules.site import Site
 from jamp._values import Value
@@ -45,9 +46,10 @@ def _tangents(
     """Results and their tangents, by the user's rule run under the policy."""
     avals = tuple(var.aval for var in site.eqn.invars)
     tangent_avals = tuple(aval.to_tangent_aval() for aval in avals)
-    program = jax.make_jaxpr(lambda p, t: jax.jvp(_call(site), p, t))(
-        avals, tangent_avals
-    )
+    with tracing(site.context.region):
+        program = jax.make_jaxpr(lambda p, t: jax.jvp(_call(site), p, t))(
+            avals, tangent_avals
+        )
     values = [*_inputs(site, primals), *map(Value.of, tangents)]
     results = site.interpreter.run(program, values, site.context, Scribe())
     return _in_dtypes(results, inner.dtypes * 2)
@@ -101,11 +103,12 @@ def _trace_vjp(site: Site) -> tuple[Any, Any]:
         gradients = jax.tree.unflatten(trees[-1], residuals)(cotangents)
         return [gradients[slot] for slot in differentiable]
 
-    program = jax.make_jaxpr(forward)(*(var.aval for var in eqn.invars))
-    results = list(program.out_avals)
-    count = len(eqn.outvars)
-    tangents = [aval.to_tangent_aval() for aval in results[:count]]
-    return program, jax.make_jaxpr(backward)(results[count:], tangents)
+    with tracing(site.context.region):
+        program = jax.make_jaxpr(forward)(*(var.aval for var in eqn.invars))
+        results = list(program.out_avals)
+        count = len(eqn.outvars)
+        tangents = [aval.to_tangent_aval() for aval in results[:count]]
+        return program, jax.make_jaxpr(backward)(results[count:], tangents)
 
 
 def run_checkpoint(site: Site) -> list[Value]:
