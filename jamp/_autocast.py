@@ -55,7 +55,7 @@ class _Transformed:
                 key = None
             if key is not None:
                 self._traced[key] = traced
-        if key is None or under_trace() or any(map(_is_tracer, arrays)):
+        if key is None or under_trace(arrays):
             results = run(traced.program, arrays, self._options, Scribe())
         else:
             results = self._compiled(key, traced, arrays)(*arrays)
@@ -71,10 +71,6 @@ class _Transformed:
             )(*arrays)
             self._rewritten[key] = jaxpr_as_fun(rewritten)
         return self._rewritten[key]
-
-
-def _is_tracer(array: Any) -> bool:
-    return isinstance(array, jax.core.Tracer)
 
 
 def _signature(leaves: Sequence[Any], tree: Any) -> Hashable:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import jax
@@ -30,9 +30,11 @@ def trace_context() -> Hashable:
     return context
 
 
-def under_trace() -> bool:
-    """Whether a JAX transformation is tracing at this moment."""
-    return not _trace_state_clean()
+def under_trace(arrays: Iterable[Any]) -> bool:
+    """Whether a JAX transformation is tracing at this moment, or made these arrays."""
+    return not _trace_state_clean() or any(
+        isinstance(array, jax.core.Tracer) for array in arrays
+    )
 
 
 def primitive_names() -> frozenset[str]:

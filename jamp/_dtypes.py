@@ -70,8 +70,3 @@ def widest(dtypes: Iterable[DType]) -> DType:
     for dtype in rest:
         first = _wider(first, dtype)
     return first
-
-
-def narrower_range(dtype: DType, other: DType) -> bool:
-    """Whether `dtype` cannot hold the exponents of `other`."""
-    return bool(jnp.finfo(dtype).maxexp < jnp.finfo(other).maxexp)

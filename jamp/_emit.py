@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,6 +43,19 @@ def source_of(eqn: JaxprEqn) -> Iterator[None]:
         eqn.ctx.manager,
     ):
         yield
+
+
+def bind(eqn: JaxprEqn, arrays: Sequence[Any], **params: Any) -> list[Any]:
+    """Binds an equation's primitive.
+
+    Args:
+      eqn: the equation.
+      arrays: its operands.
+      **params: parameters that differ from the traced ones.
+    """
+    bound = eqn.primitive.get_bind_params({**eqn.params, **params})
+    results = eqn.primitive.bind(*arrays, **bound)
+    return list(results) if eqn.primitive.multiple_results else [results]
 
 
 class Emitter:

@@ -20,6 +20,7 @@ from jax.extend.source_info_util import current_name_stack, user_context
 from jamp import _dtypes
 from jamp._compat import INLINE, under_trace
 from jamp._dtypes import FLOAT32
+from jamp._emit import bind
 
 _LIMIT = 1024
 _functions: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()
@@ -60,7 +61,7 @@ def run_segment(
       Arrays for `outvars`.
     """
     run = _runner(eqns, invars, outvars)
-    if not under_trace() and not any(isinstance(a, jax.core.Tracer) for a in arrays):
+    if not under_trace(arrays):
         return run(*arrays)
     key = _key(eqns, invars, outvars)
     if key is None:
@@ -81,14 +82,11 @@ def _runner(
         name_stack = current_name_stack()
         for eqn in eqns:
             operands = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
-            params = eqn.primitive.get_bind_params(eqn.params)
             with (
                 user_context(eqn.source_info.traceback, name_stack=name_stack),
                 eqn.ctx.manager,
             ):
-                results = eqn.primitive.bind(*operands, **params)
-            if not eqn.primitive.multiple_results:
-                results = [results]
+                results = bind(eqn, operands)
             env.update(zip(eqn.outvars, results, strict=True))
         return [env[var] for var in outvars]
 

@@ -3,6 +3,8 @@
 import sys
 
 import hypothesis
+import jax
+import pytest
 
 # Compiling takes longer than any deadline; the same examples on every run.
 hypothesis.settings.register_profile(
@@ -24,3 +26,11 @@ def pytest_runtest_teardown(item):
             f"{item.nodeid} imported {', '.join(copies)} from the repository's root: a "
             "second copy of what is installed as jamp.policies or jamp.pallas_kernels"
         )
+
+
+@pytest.fixture(scope="module")
+def fast_compilation():
+    """Most of the time goes to compiling; what is compared here needs no speed."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

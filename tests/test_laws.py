@@ -38,12 +38,7 @@ every_differentiable = pytest.mark.parametrize(
 every_device = pytest.mark.parametrize("device", DEVICES)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def fast_compilation():
-    """Most of the time goes to compiling; what is compared here needs no speed."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 
 def on(device, **options):

@@ -41,12 +41,7 @@ every_masking = pytest.mark.parametrize("masking", MASKINGS)
 every_softmax = pytest.mark.parametrize("softmax", SOFTMAXES)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def fast_compilation():
-    """Most of the time goes to compiling; what is compared here needs no speed."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 
 def attention(masking, softmax):

@@ -40,7 +40,7 @@ def run_scan(site: Site) -> list[Value]:
     slices = operands[num_consts + num_carry :]
     avals = params["jaxpr"].in_avals[num_consts + num_carry :]
     sliced = [
-        stand_in(aval, value.dtype) for aval, value in zip(avals, slices, strict=True)
+        _stand_in(aval, value.dtype) for aval, value in zip(avals, slices, strict=True)
     ]
 
     def body(carried: Sequence[Value]) -> Rewritten:
@@ -163,14 +163,14 @@ def _settle(
 def _carried(carry: Sequence[Value], dtypes: Sequence[Any]) -> list[Value]:
     """Stand-ins for a loop's carry in certain dtypes."""
     return [
-        stand_in(
+        _stand_in(
             value.aval.update(weak_type=False) if value.eligible else value.aval, d
         )
         for value, d in zip(carry, dtypes, strict=True)
     ]
 
 
-def stand_in(aval: Any, dtype: Any) -> Value:
+def _stand_in(aval: Any, dtype: Any) -> Value:
     """A value of a type in another dtype, of which nothing else is known."""
     if dtype != aval.dtype:
         aval = aval.update(dtype=dtype)

@@ -11,7 +11,7 @@ from jax.extend.core import JaxprEqn, jaxprs_in_params
 
 from jamp import _dtypes
 from jamp._dtypes import FLOAT32, DType
-from jamp._emit import Emitter
+from jamp._emit import Emitter, bind
 from jamp._policy import Rule
 from jamp._records import MATMULS
 from jamp._rules.dtypes import Dtypes, choose
@@ -83,7 +83,7 @@ def emit(
     emitter.record.operands = tuple(used)
     traced = [_dtypes.dtype_of(var) for var in eqn.invars]
     if used == traced:
-        results = _bind(eqn, arrays, eqn.params)
+        results = bind(eqn, arrays)
     else:
         emitter.scribe.changed = True
         results = _bind_changed(eqn, arrays, used)
@@ -119,11 +119,6 @@ def _operand(eqn: JaxprEqn, value: Value, dtype: DType, emitter: Emitter) -> Any
     return emitter.cast(Value.of(spread), dtype)
 
 
-def _bind(eqn: JaxprEqn, arrays: Sequence[Any], params: dict[str, Any]) -> list[Any]:
-    results = eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(params))
-    return list(results) if eqn.primitive.multiple_results else [results]
-
-
 def _bind_changed(
     eqn: JaxprEqn, arrays: Sequence[Any], dtypes: Sequence[Any]
 ) -> list[Any]:
@@ -142,8 +137,7 @@ def _bind_changed(
                 mode=eqn.params["mode"],
             )
         ]
-    params = dict(eqn.params)
-    preferred = params.get("preferred_element_type")
+    preferred = eqn.params.get("preferred_element_type")
     if preferred is not None and _dtypes.eligible(np.dtype(preferred)):
-        params["preferred_element_type"] = _dtypes.widest(dtypes[:2])
-    return _bind(eqn, arrays, params)
+        return bind(eqn, arrays, preferred_element_type=_dtypes.widest(dtypes[:2]))
+    return bind(eqn, arrays)

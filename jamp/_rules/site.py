@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jax.extend.core import JaxprEqn
 
-from jamp._emit import Emitter
+from jamp._emit import Emitter, bind
 from jamp._values import Value
 
 if TYPE_CHECKING:
@@ -37,13 +37,5 @@ class Site(NamedTuple):
         return [value.array for value in self.operands]
 
     def bind(self, arrays: Sequence[Any], **params: Any) -> list[Any]:
-        """Binds the equation's primitive.
-
-        Args:
-          arrays: its operands.
-          **params: parameters that differ from the traced ones.
-        """
-        primitive = self.eqn.primitive
-        bound = primitive.get_bind_params({**self.eqn.params, **params})
-        results = primitive.bind(*arrays, **bound)
-        return list(results) if primitive.multiple_results else [results]
+        """Binds the equation's primitive; see `jamp._emit.bind`."""
+        return bind(self.eqn, arrays, **params)
