@@ -4,6 +4,8 @@ from jamp._autocast import autocast as autocast
 from jamp._autocast import get_autocast_dtype as get_autocast_dtype
 from jamp._autocast import is_autocast_available as is_autocast_available
 from jamp._autocast import is_autocast_enabled as is_autocast_enabled
+from jamp._custom import custom_bwd as custom_bwd
+from jamp._custom import custom_fwd as custom_fwd
 from jamp._errors import AutocastError as AutocastError
 from jamp._errors import AutocastTypeError as AutocastTypeError
 from jamp._errors import BannedOpError as BannedOpError
@@ -26,6 +28,8 @@ __all__ = [
     "PolicyError",
     "Report",
     "autocast",
+    "custom_bwd",
+    "custom_fwd",
     "explain",
     "get_autocast_dtype",
     "is_autocast_available",

@@ -19,9 +19,19 @@ from jax._src.core import trace_state_clean as _trace_state_clean
 from jax._src.interpreters.mlir import _lowerings, _platform_specific_lowerings
 from jax.extend.core import Primitive
 
-# Primitives of other supported releases, which a shared table may name: those of
-# JAX 0.12 that 0.10 lacks.
-_OTHER_RELEASES = frozenset({"log2", "one_minus_square", "polynomial"})
+# Primitives that the shared tables may name and that the installed JAX need not know:
+# each is of another supported release, or dissolves before lowering.
+_NAMEABLE = frozenset(
+    {
+        "call",
+        "call_hi_primitive",
+        "closed_call",
+        "eval_jaxpr",
+        "log2",
+        "one_minus_square",
+        "polynomial",
+    }
+)
 
 
 def trace_context() -> Hashable:
@@ -42,7 +52,7 @@ def primitive_names() -> frozenset[str]:
     known: set[Primitive] = set(_lowerings)
     for rules in _platform_specific_lowerings.values():
         known.update(rules)
-    return frozenset(primitive.name for primitive in known) | _OTHER_RELEASES
+    return frozenset(primitive.name for primitive in known) | _NAMEABLE
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:

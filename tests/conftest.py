@@ -12,6 +12,9 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("jamp")
 
+# Programs on several devices are tested on as many virtual ones.
+jax.config.update("jax_num_cpu_devices", 8)
+
 INSTALLED_INSIDE_JAMP = ("policies", "pallas_kernels")
 
 

@@ -14,19 +14,16 @@ def results(figure):
     return digits.main(["--quick", "--figure", str(figure)])
 
 
-@pytest.mark.slow
 def test_both_runs_learn_and_agree_on_accuracy(results):
     float32, autocast = results["float32"].accuracy, results["autocast"].accuracy
     assert min(float32, autocast) > 0.9
     assert abs(float32 - autocast) <= 0.01
 
 
-@pytest.mark.slow
 def test_autocast_runs_the_model_in_16_bits(results):
     assert results["float32"].low_flop_share == 0
     assert results["autocast"].low_flop_share > 0.9
 
 
-@pytest.mark.slow
 def test_loss_curves_are_drawn(results, figure):
     assert figure.read_bytes().startswith(b"\x89PNG")

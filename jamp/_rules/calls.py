@@ -1,8 +1,8 @@
-"""jit: the inner program is rewritten, the call stays what it is."""
+"""Calls: a jit stays one with its program rewritten; others dissolve into theirs."""
 
 from __future__ import annotations
 
-from jamp._rules.programs import note, rewrite, to_values
+from jamp._rules.programs import closed, note, rewrite, to_values
 from jamp._rules.site import Site
 from jamp._values import Value
 
@@ -29,3 +29,13 @@ def run_jit(site: Site) -> list[Value]:
         donated_invars=(*params["donated_invars"], *(False for _ in extras)),
     )
     return to_values(results, inner.traits)
+
+
+def run_call(site: Site) -> list[Value]:
+    """Runs a call that means no more than its program."""
+    params = site.eqn.params
+    program = closed(params["call_jaxpr" if "call_jaxpr" in params else "fwd_jaxpr"])
+    site.emitter.record.operands = tuple([v.dtype for v in site.operands])
+    return site.interpreter.run(
+        program, site.operands, site.context, site.emitter.scribe
+    )

@@ -10,7 +10,7 @@ from jax import lax
 
 from jamp import _dtypes
 from jamp._compat import scan_counts
-from jamp._rules.programs import Rewritten, note, rewrite
+from jamp._rules.programs import Rewritten, cast_to, note, rewrite
 from jamp._rules.site import Site
 from jamp._values import Traits, Value
 
@@ -65,7 +65,7 @@ def run_scan(site: Site) -> list[Value]:
             for slot, extra in zip(slots, extras, strict=True)
         ]
         results = inner(*shared, *carried, *slices, *casts)
-        carried = _cast_to(results[:num_carry], settled)
+        carried = cast_to(results[:num_carry], settled)
         return carried, results[num_carry:]
 
     final, stacked = lax.scan(
@@ -101,7 +101,7 @@ def run_while(site: Site) -> list[Value]:
     extras = [emitter.cast(body_consts[slot], dtype) for slot, dtype in inner.extras]
     final = lax.while_loop(
         lambda carried: test(*cond_arrays, *carried)[0],
-        lambda carried: _cast_to(inner(*body_arrays, *carried, *extras), settled),
+        lambda carried: cast_to(inner(*body_arrays, *carried, *extras), settled),
         [emitter.cast(v, d) for v, d in zip(carry, settled, strict=True)],
     )
     return [Value.of(array) for array in final]
@@ -118,16 +118,9 @@ def run_cond(site: Site) -> list[Value]:
             _meet(options)
             for options in zip(*(branch.dtypes for branch in branches), strict=True)
         ]
-        avals = [value.aval for value in inputs]
-        programs = tuple(
-            jax.make_jaxpr(_branch(branch, dtypes))(*avals) for branch in branches
-        )
+        programs = tuple(branch.giving(dtypes) for branch in branches)
     results = site.bind(site.arrays, branches=programs)
     return [Value.of(array) for array in results]
-
-
-def _branch(branch: Rewritten, dtypes: Sequence[Any]) -> Callable[..., list[Any]]:
-    return lambda *arrays: _cast_to(branch(*arrays), dtypes)
 
 
 def _meet(dtypes: Sequence[Any]) -> Any:
@@ -179,12 +172,3 @@ def _stand_in(aval: Any, dtype: Any) -> Value:
 
 def _unchanged(carry: Sequence[Value], dtypes: Sequence[Any]) -> bool:
     return [value.dtype for value in carry] == list(dtypes)
-
-
-def _cast_to(arrays: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
-    return [
-        array
-        if dtype is None or array.dtype == dtype
-        else lax.convert_element_type(array, dtype)
-        for array, dtype in zip(arrays, dtypes, strict=True)
-    ]

@@ -1,17 +1,18 @@
-"""Functions with derivative rules of their own: the rules are kept.
+"""Functions with rules of their own for derivatives or batching: the rules are kept.
 
-The user's rule is traced as written, through JAX's own differentiation, and the program
+The user's rule is traced as written, through JAX's own transformation, and the program
 that results runs under the same policy as the function.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, jaxprs_in_params
 
 from jamp import _dtypes
 from jamp._emit import Scribe
@@ -27,6 +28,75 @@ def run_custom_jvp(site: Site) -> list[Value]:
     note(site, inner)
     if not inner.changed:
         return to_values(site.bind(site.arrays), inner.traits)
+    function = _with_jvp(site, inner)
+    return to_values(function(*site.arrays), inner.traits)
+
+
+def run_custom_vjp(site: Site) -> list[Value]:
+    """Runs a custom_vjp function; its two rules are kept and run under the policy."""
+    inner = rewrite(site, site.eqn.params["call_jaxpr"], site.operands)
+    note(site, inner)
+    site.emitter.scribe.changed = True
+    function = _with_vjp(site, inner)
+    return to_values(function(*site.arrays), inner.traits)
+
+
+def run_hi_primitive(site: Site) -> list[Value]:
+    """Runs a primitive that expands into others; its derivative rule is kept."""
+    primitive: Any = site.eqn.primitive
+    avals = [var.aval for var in site.eqn.invars]
+    with tracing(site.context.region):
+        expanded = jax.make_jaxpr(
+            lambda *arrays: primitive.to_lojax(*arrays, **site.eqn.params)
+        )(*avals)
+    inner = rewrite(site, expanded, site.operands)
+    note(site, inner)
+    if not inner.changed:
+        return to_values(site.bind(site.arrays), inner.traits)
+    function = _with_rule(site, inner)
+    return to_values(function(*site.arrays), inner.traits)
+
+
+def _with_rule(site: Site, inner: Rewritten) -> Callable[..., tuple[Any, ...]]:
+    """The rewritten function with the rule that the equation has, if it has one."""
+    avals = [var.aval for var in site.eqn.invars]
+    tangents = [aval.to_tangent_aval() for aval in avals]
+    with tracing(site.context.region), suppress(NotImplementedError):
+        jax.eval_shape(lambda p, t: jax.jvp(_call(site), p, t), avals, tangents)
+        return _with_jvp(site, inner)
+    with suppress(NotImplementedError):
+        return _with_vjp(site, inner)
+    return _primal(site.eqn, inner)
+
+
+def run_custom_vmap(site: Site) -> list[Value]:
+    """Runs a custom_vmap function; its rule is kept and runs under the same policy."""
+    interpreter, eqn, operands, context, emitter = site
+    inner = rewrite(site, eqn.params["call"], operands)
+    note(site, inner)
+    emitter.scribe.changed = True
+
+    def rule(size: int, batched: Sequence[bool], *arrays: Any) -> tuple[Any, Any]:
+        axes = [0 if b else None for b in batched]
+        avals = [
+            jax.ShapeDtypeStruct(array.shape, _dtypes.dtype_of(var))
+            for array, var in zip(arrays, eqn.invars, strict=True)
+        ]
+        by_rule = jax.vmap(_call(site), in_axes=axes, axis_size=size)
+        with tracing(context.region):
+            program = jax.make_jaxpr(by_rule)(*avals)
+        values = [Value.of(array) for array in arrays]
+        results = interpreter.run(program, values, context, Scribe())
+        outs = _in_dtypes(results, inner.dtypes)
+        return outs, (True,) * len(outs)
+
+    function = jax.custom_batching.custom_vmap(_primal(eqn, inner))
+    function.def_vmap(rule)
+    return to_values(function(*site.arrays), inner.traits)
+
+
+def _with_jvp(site: Site, inner: Rewritten) -> Callable[..., tuple[Any, ...]]:
+    """The rewritten function with the derivative rule that the equation has."""
 
     def rule(primals: Any, tangents: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         outs = _tangents(site, inner, primals, tangents)
@@ -34,7 +104,7 @@ def run_custom_jvp(site: Site) -> list[Value]:
 
     function = jax.custom_jvp(_primal(site.eqn, inner))
     function.defjvp(rule)
-    return to_values(function(*site.arrays), inner.traits)
+    return function
 
 
 def _tangents(
@@ -55,12 +125,9 @@ def _tangents(
     return _in_dtypes(results, inner.dtypes * 2)
 
 
-def run_custom_vjp(site: Site) -> list[Value]:
-    """Runs a custom_vjp function; its two rules are kept and run under the policy."""
-    interpreter, eqn, operands, context, emitter = site
-    inner = rewrite(site, eqn.params["call_jaxpr"], operands)
-    note(site, inner)
-    emitter.scribe.changed = True
+def _with_vjp(site: Site, inner: Rewritten) -> Callable[..., tuple[Any, ...]]:
+    """The rewritten function with the two rules that the equation has."""
+    interpreter, eqn, operands, context, _ = site
     forward, backward = _trace_vjp(site)
     differentiable = _differentiable(eqn)
 
@@ -79,7 +146,7 @@ def run_custom_vjp(site: Site) -> list[Value]:
 
     function = jax.custom_vjp(_primal(eqn, inner))
     function.defvjp(fwd, bwd)
-    return to_values(function(*site.arrays), inner.traits)
+    return function
 
 
 def _differentiable(eqn: JaxprEqn) -> list[int]:
@@ -141,7 +208,9 @@ def _primal(eqn: JaxprEqn, inner: Rewritten) -> Callable[..., tuple[Any, ...]]:
     def primal(*arrays: Any) -> tuple[Any, ...]:
         return tuple(inner(*arrays))
 
-    primal.__name__ = eqn.params["call_jaxpr"].jaxpr.debug_info.func_name
+    for program in jaxprs_in_params(eqn.params):
+        primal.__name__ = program.debug_info.func_name
+        break
     return primal
 
 

@@ -43,6 +43,14 @@ class Rewritten:
         """Runs it on its inputs and extras."""
         return list(jaxpr_as_fun(self.program)(*arrays))
 
+    def giving(self, dtypes: Sequence[Any]) -> Any:
+        """Its program with the results cast to dtypes."""
+        if list(self.dtypes) == list(dtypes):
+            return self.program
+        return jax.make_jaxpr(lambda *arrays: cast_to(self(*arrays), dtypes))(
+            *self.program.in_avals
+        )
+
 
 def rewrite(
     site: Site,
@@ -103,6 +111,16 @@ def _rewrite(
     if requests and not extras:
         return _rewrite(site, program, operands, hoisted, requests)
     return Rewritten(rewritten, extras, tuple(traits), scribe.entries, scribe.changed)
+
+
+def cast_to(arrays: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
+    """Arrays in dtypes; None leaves one as it is."""
+    return [
+        array
+        if dtype is None or array.dtype == dtype
+        else jax.lax.convert_element_type(array, dtype)
+        for array, dtype in zip(arrays, dtypes, strict=True)
+    ]
 
 
 def closed(program: Any) -> Any:

@@ -1,0 +1,122 @@
+"""`custom_fwd` and `custom_bwd`: functions that choose their own dtypes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jamp import _dtypes, _regions
+from jamp._autocast import autocast, is_autocast_enabled
+from jamp._errors import AutocastTypeError
+from jamp._trace import is_array
+
+
+def custom_fwd(
+    fn: Callable[..., Any] | None = None,
+    *,
+    device_type: str | None = None,
+    cast_inputs: Any = None,
+) -> Any:
+    """Gives a function the dtypes of its own that it needs under autocast.
+
+    For the function and the forward rule of a `jax.custom_vjp`, and for any other
+    function. Without `cast_inputs` it runs under the autocast in force, as every
+    function does. With it, under an enabled autocast, floating arrays among the
+    arguments (anywhere in their pytrees) are cast and the function runs as written; it
+    returns what it computed. Outside an enabled autocast nothing changes.
+
+        @jax.custom_vjp
+        @jamp.custom_fwd(cast_inputs=jnp.float32)
+        def f(x): ...
+
+        @jamp.custom_fwd(cast_inputs=jnp.float32)
+        def f_fwd(x): ...
+
+        @jamp.custom_bwd(cast_inputs=jnp.float32)
+        def f_bwd(residuals, g): ...
+
+        f.defvjp(f_fwd, f_bwd)
+
+    Args:
+      fn: the function. Left out, the call returns a decorator.
+      device_type: `'gpu'` (`'cuda'`, `'rocm'`), `'cpu'` or `'tpu'`: cast under an
+        autocast for that one only; by default under any.
+      cast_inputs: floating dtype for the arguments; float64 arrays keep theirs.
+
+    Returns:
+      The function, or a decorator.
+
+    Raises:
+      AutocastError: an unknown device type.
+      AutocastTypeError: `fn` is not callable, or `cast_inputs` is no floating dtype.
+    """
+    dtype = None if cast_inputs is None else _floating(cast_inputs)
+    if device_type is not None:
+        _regions.device_kind(device_type)
+    if fn is None:
+        return functools.partial(
+            custom_fwd, device_type=device_type, cast_inputs=cast_inputs
+        )
+    if not callable(fn):
+        raise AutocastTypeError(
+            f"custom_fwd and custom_bwd wrap a function, got {type(fn).__name__}"
+        )
+
+    @functools.wraps(fn)
+    def with_own_dtypes(*args: Any, **kwargs: Any) -> Any:
+        if dtype is None or not is_autocast_enabled(device_type):
+            return fn(*args, **kwargs)
+        with autocast(enabled=False):
+            args, kwargs = jax.tree.map(lambda leaf: _cast(leaf, dtype), (args, kwargs))
+            return fn(*args, **kwargs)
+
+    return with_own_dtypes
+
+
+def custom_bwd(
+    fn: Callable[..., Any] | None = None,
+    *,
+    device_type: str | None = None,
+    cast_inputs: Any = None,
+) -> Any:
+    """Gives the backward rule of a `jax.custom_vjp` the dtypes of its forward rule.
+
+    A backward rule runs under the autocast that its function was called in, wherever
+    the gradient is taken. Give it the `cast_inputs` of its `custom_fwd`: then it runs
+    as written too, on residuals and cotangents in that dtype. Gradients reach each
+    argument in the argument's own dtype.
+
+    Args:
+      fn: the rule, a function of residuals and cotangents. Left out, the call returns a
+        decorator.
+      device_type: as for `custom_fwd`.
+      cast_inputs: as for `custom_fwd`.
+
+    Returns:
+      The rule, or a decorator.
+
+    Raises:
+      AutocastError: an unknown device type.
+      AutocastTypeError: `fn` is not callable, or `cast_inputs` is no floating dtype.
+    """
+    return custom_fwd(fn, device_type=device_type, cast_inputs=cast_inputs)
+
+
+def _cast(leaf: Any, dtype: _dtypes.DType) -> Any:
+    if is_array(leaf) and _dtypes.eligible(leaf.dtype):
+        return jax.numpy.asarray(leaf, dtype)
+    return leaf
+
+
+def _floating(dtype: Any) -> _dtypes.DType:
+    try:
+        found = jax.dtypes.canonicalize_dtype(dtype)
+    except TypeError as error:
+        raise AutocastTypeError(f"cast_inputs is no dtype: {dtype!r}") from error
+    if not jax.numpy.issubdtype(found, np.floating):
+        raise AutocastTypeError(f"cast_inputs must be a floating dtype, got {found}")
+    return found

@@ -1,0 +1,156 @@
+"""custom_fwd and custom_bwd: functions that choose their own dtypes under autocast."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxprs import matmul_dtypes, traced
+
+import jamp
+
+X = jax.random.normal(jax.random.key(0), (4, 4))
+W = jax.random.normal(jax.random.key(1), (4, 4))
+FLOAT16, FLOAT32 = ("float16", "float16"), ("float32", "float32")
+
+
+def product(cast_inputs):
+    """x @ w with a custom_vjp; its gradients are twice the true ones."""
+    own = {"cast_inputs": cast_inputs}
+
+    @jax.custom_vjp
+    @jamp.custom_fwd(**own)
+    def fn(x, w):
+        return x @ w
+
+    @jamp.custom_fwd(**own)
+    def fwd(x, w):
+        return x @ w, (x, w)
+
+    @jamp.custom_bwd(**own)
+    def bwd(residuals, g):
+        x, w = residuals
+        return 2 * (g @ w.T), 2 * (x.T @ g)
+
+    fn.defvjp(fwd, bwd)
+    return fn
+
+
+def total(fn):
+    return lambda *args: fn(*args).astype(jnp.float32).sum()
+
+
+def on_gpu(fn):
+    return jamp.autocast(fn, device_type="gpu")
+
+
+@pytest.mark.parametrize(
+    ("cast_inputs", "pair", "dtype"),
+    [
+        (None, FLOAT16, jnp.float16),
+        (jnp.float32, FLOAT32, jnp.float32),
+        (jnp.bfloat16, ("bfloat16", "bfloat16"), jnp.bfloat16),
+    ],
+)
+def test_forward_and_backward_run_in_the_dtype_asked_for(cast_inputs, pair, dtype):
+    fn = on_gpu(product(cast_inputs))
+    assert fn(X, W).dtype == dtype
+    gradient = jax.grad(total(fn), (0, 1))
+    assert set(matmul_dtypes(traced(gradient, X, W))) == {pair}
+    expected = jax.grad(total(lambda x, w: x @ w), (0, 1))(X, W)
+    for actual, right in zip(gradient(X, W), expected, strict=True):
+        assert actual.dtype == jnp.float32
+        np.testing.assert_allclose(actual, 2 * right, rtol=0.02, atol=0.05)
+
+
+def test_a_16_bit_argument_of_a_float32_function_gets_a_16_bit_gradient():
+    fn = on_gpu(product(jnp.float32))
+    narrow = X.astype(jnp.bfloat16)
+    assert fn(narrow, W).dtype == jnp.float32
+    gradients = jax.grad(total(fn), (0, 1))(narrow, W)
+    assert [g.dtype for g in gradients] == [jnp.bfloat16, jnp.float32]
+
+
+def test_a_16_bit_activation_is_widened():
+    fn = on_gpu(lambda x, w: product(jnp.float32)(x @ w, w))
+    assert fn(X, W).dtype == jnp.float32
+    assert sorted(matmul_dtypes(traced(fn, X, W))) == [FLOAT16, FLOAT32]
+    np.testing.assert_allclose(fn(X, W), X @ W @ W, rtol=0.02, atol=0.02)
+
+
+def test_the_cast_of_the_backward_rule_holds_where_the_gradient_is_taken_inside():
+    fn = on_gpu(jax.grad(total(product(jnp.float32)), (0, 1)))
+    assert set(matmul_dtypes(traced(fn, X, W))) == {FLOAT32}
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda fn: fn,
+        lambda fn: jamp.autocast(fn, device_type="gpu", enabled=False),
+        lambda fn: jamp.autocast(fn, device_type="cpu"),
+    ],
+    ids=["outside", "disabled", "other_device"],
+)
+def test_without_an_autocast_that_it_is_meant_for_it_casts_nothing(wrap):
+    seen = []
+
+    @jamp.custom_fwd(device_type="cuda", cast_inputs=jnp.float16)
+    def fn(x):
+        seen.append(x.dtype)
+        return x + x
+
+    wrap(fn)(X)
+    assert seen == [jnp.float32]
+
+
+def test_floating_arrays_are_cast_wherever_they_stand_and_nothing_else_is():
+    seen = {}
+
+    @jamp.custom_fwd(cast_inputs=jnp.float16)
+    def fn(tree, *, mode, scale, count):
+        seen.update(mode=mode, dtypes=jax.tree.map(lambda a: a.dtype, (tree, scale)))
+        return tree["x"][0] * scale * count.astype(jnp.float16)
+
+    result = on_gpu(fn)(
+        {"x": [X, jnp.arange(3)], "y": None},
+        mode="nearest",
+        scale=np.float32(2),
+        count=jnp.ones((), jnp.int32),
+    )
+    half, whole = np.dtype(np.float16), np.dtype(np.int32)
+    assert seen == {
+        "mode": "nearest",
+        "dtypes": ({"x": [half, whole], "y": None}, half),
+    }
+    assert result.dtype == half
+
+
+def test_float64_is_not_cast():
+    with jax.enable_x64(True):
+        fn = on_gpu(jamp.custom_fwd(lambda x: x + x, cast_inputs=jnp.float16))
+        assert fn(jnp.ones(3, jnp.float64)).dtype == jnp.float64
+
+
+def test_a_decorated_function_keeps_its_name():
+    @jamp.custom_fwd(cast_inputs=jnp.float32)
+    def named(x):
+        """Documented."""
+        return x
+
+    assert (named.__name__, named.__doc__) == ("named", "Documented.")
+
+
+@pytest.mark.parametrize("decorator", [jamp.custom_fwd, jamp.custom_bwd])
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"cast_inputs": jnp.int32}, jamp.AutocastTypeError, "floating dtype"),
+        ({"cast_inputs": "halfish"}, jamp.AutocastTypeError, "no dtype"),
+        ({"device_type": "npu"}, jamp.AutocastError, "unknown device_type"),
+        ({"device_type": 1}, jamp.AutocastTypeError, "must be a str"),
+        ({"fn": 3}, jamp.AutocastTypeError, "wrap a function, got int"),
+    ],
+)
+def test_wrong_arguments_are_named(decorator, arguments, error, words):
+    with pytest.raises(error, match=words):
+        decorator(**arguments)
