@@ -12,9 +12,19 @@ from jamp._errors import BannedOpError as BannedOpError
 from jamp._errors import JampError as JampError
 from jamp._errors import JampWarning as JampWarning
 from jamp._errors import PolicyError as PolicyError
+from jamp._errors import ScalerError as ScalerError
+from jamp._errors import ScalerTypeError as ScalerTypeError
+from jamp._optax import DynamicLossScalingState as DynamicLossScalingState
+from jamp._optax import dynamic_loss_scaling as dynamic_loss_scaling
+from jamp._optax import last_step_skipped as last_step_skipped
+from jamp._optax import loss_scale as loss_scale
+from jamp._optax import scale_loss as scale_loss
+from jamp._optax import value_and_grad as value_and_grad
 from jamp._policy import Policy as Policy
 from jamp._report import Report as Report
 from jamp._report import explain as explain
+from jamp._scaler import GradScaler as GradScaler
+from jamp._scaler import ScalerState as ScalerState
 
 __version__ = "0.1.0"
 
@@ -22,16 +32,26 @@ __all__ = [
     "AutocastError",
     "AutocastTypeError",
     "BannedOpError",
+    "DynamicLossScalingState",
+    "GradScaler",
     "JampError",
     "JampWarning",
     "Policy",
     "PolicyError",
     "Report",
+    "ScalerError",
+    "ScalerState",
+    "ScalerTypeError",
     "autocast",
     "custom_bwd",
     "custom_fwd",
+    "dynamic_loss_scaling",
     "explain",
     "get_autocast_dtype",
     "is_autocast_available",
     "is_autocast_enabled",
+    "last_step_skipped",
+    "loss_scale",
+    "scale_loss",
+    "value_and_grad",
 ]

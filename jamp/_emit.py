@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.extend.core import JaxprEqn
 from jax.extend.source_info_util import current_name_stack, user_context
+from jax.sharding import get_abstract_mesh, use_abstract_mesh
 
 from jamp import _dtypes
 from jamp._dtypes import DType
@@ -58,6 +59,14 @@ def bind(eqn: JaxprEqn, arrays: Sequence[Any], **params: Any) -> list[Any]:
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
+def _mesh_of(value: Value) -> AbstractContextManager[Any]:
+    """The mesh that a value lives on, where an equation leads from it to another."""
+    mesh, current = value.aval.sharding.mesh, get_abstract_mesh()
+    if mesh.empty or current.empty or mesh == current:
+        return nullcontext()
+    return use_abstract_mesh(mesh)
+
+
 class Emitter:
     """Makes the casts of one equation and notes them in its record."""
 
@@ -80,7 +89,8 @@ class Emitter:
         if share and value.slot is not None and dtype.itemsize < value.dtype.itemsize:
             self.scribe.requests.add((value.slot, dtype))
         self.record.casts.append(Cast(value.dtype, dtype, value.aval.shape))
-        array = jax.lax.convert_element_type(value.array, dtype)
+        with _mesh_of(value):
+            array = jax.lax.convert_element_type(value.array, dtype)
         if share:
             value.casts[dtype] = array
         return array

@@ -23,5 +23,13 @@ class BannedOpError(JampError, RuntimeError):
     """The program holds an operation that its policy bans as unsafe."""
 
 
+class ScalerError(JampError, ValueError):
+    """A wrong argument to `jamp.GradScaler` or to what works with it."""
+
+
+class ScalerTypeError(JampError, TypeError):
+    """An argument of the wrong type where a loss or a loss scale is expected."""
+
+
 class JampWarning(UserWarning):
     """Something that jamp could not do and that is worth a look."""

@@ -1,6 +1,6 @@
-"""Pallas kernels, each beside a plain JAX reference of the same signature.
+"""Kernels, each beside a plain JAX reference of the same signature."""
 
-None is written yet. Each will stand in a file or folder of its own, exported here.
-"""
+from jamp.pallas_kernels.unscale import all_finite as all_finite
+from jamp.pallas_kernels.unscale import unscale_and_check as unscale_and_check
 
-__all__: list[str] = []
+__all__ = ["all_finite", "unscale_and_check"]

@@ -21,6 +21,7 @@ _INDEPENDENT = frozenset(
         "all_to_all",
         "approx_top_k",
         "optimization_barrier",
+        "pbroadcast",
         "pmax",
         "pmin",
         "ppermute",

@@ -24,11 +24,13 @@ _MOVEMENT = frozenset(
         "name",
         "optimization_barrier",
         "reshape",
+        "reshard",
         "rev",
         "sharding_constraint",
         "slice",
         "squeeze",
         "transpose",
+        "with_memory_space_constraint",
     }
 )
 _KEEPS_PROBABILITY = frozenset({"add", "clamp", "max", "min", "mul", "neg", "sub"})

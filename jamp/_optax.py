@@ -1,0 +1,228 @@
+"""Loss scaling inside an optax optimizer, and the functions of a training loop."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jamp._errors import ScalerError
+from jamp._scaler import GradScaler, ScalerState, refuse_float16, scaled, select
+
+
+class DynamicLossScalingState(NamedTuple):
+    """State of `jamp.dynamic_loss_scaling`.
+
+    Attributes:
+      scaler_state: the scale and its counters.
+      last_step_skipped: whether the last gradients overflowed, bool[].
+      skipped_steps: how many did, int32[].
+      total_steps: how many came, int32[].
+      inner_state: the state of the wrapped optimizer.
+    """
+
+    scaler_state: ScalerState
+    last_step_skipped: jax.Array
+    skipped_steps: jax.Array
+    total_steps: jax.Array
+    inner_state: optax.OptState
+
+
+def dynamic_loss_scaling(
+    inner: optax.GradientTransformation,
+    scaler: GradScaler | None = None,
+    *,
+    axis_name: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps an optimizer to take gradients of a scaled loss.
+
+    Each update unscales the gradients, and the inner optimizer sees them as if the loss
+    had never been scaled. If one of them is inf or NaN the step is skipped: updates are
+    zero, the inner state stays as it was, schedule counts included, and the scale backs
+    off.
+
+        tx = jamp.dynamic_loss_scaling(
+            optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+        )
+        opt_state = tx.init(params)
+        ...
+        loss, grads = jamp.value_and_grad(loss_fn)(opt_state, params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+
+    What comes before it in an `optax.chain` sees scaled gradients, and what wraps it,
+    such as `optax.MultiSteps`, counts skipped steps too. To accumulate gradients, wrap
+    it in `optax.MultiSteps`: an overflow in one micro-batch then skips the whole batch.
+
+    Args:
+      inner: the optimizer.
+      scaler: how the scale changes; by default `GradScaler()`.
+      axis_name: name or names of the mapped axes (`jax.shard_map`, `jax.pmap`,
+        `jax.vmap`) over which an overflow on one shard skips the step on all. Arrays
+        sharded under `jax.jit` need none.
+
+    Returns:
+      An optimizer whose state is a `DynamicLossScalingState`. Its update passes further
+      arguments on; one named `grad` is unscaled first.
+
+    Raises:
+      ScalerError: `init` got float16 parameters, or `update` float16 gradients.
+    """
+    scaler = GradScaler() if scaler is None else scaler
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params: Any) -> DynamicLossScalingState:
+        if scaler.enabled:
+            refuse_float16(params, "parameters")
+        return DynamicLossScalingState(
+            scaler_state=scaler.init(),
+            last_step_skipped=jnp.array(False),
+            skipped_steps=jnp.zeros((), jnp.int32),
+            total_steps=jnp.zeros((), jnp.int32),
+            inner_state=inner.init(params),
+        )
+
+    def update(
+        grads: Any,
+        state: DynamicLossScalingState,
+        params: Any = None,
+        **extra_args: Any,
+    ) -> tuple[Any, DynamicLossScalingState]:
+        grads, found = scaler.unscale(state.scaler_state, grads)
+        if "grad" in extra_args:
+            extra_args["grad"], _ = scaler.unscale(
+                state.scaler_state, extra_args["grad"]
+            )
+        if axis_name is not None and scaler.enabled:
+            found = jax.lax.psum(found.astype(jnp.int32), axis_name) > 0
+        updates, inner_state = inner.update(
+            grads, state.inner_state, params, **extra_args
+        )
+        if scaler.enabled:
+            zeros = jax.tree.map(jnp.zeros_like, updates)
+            updates, inner_state = select(
+                found, (zeros, state.inner_state), (updates, inner_state)
+            )
+        return updates, DynamicLossScalingState(
+            scaler_state=scaler.update(state.scaler_state, found),
+            last_step_skipped=found,
+            skipped_steps=jnp.where(
+                found,
+                optax.safe_increment(state.skipped_steps),
+                state.skipped_steps,
+            ),
+            total_steps=optax.safe_increment(state.total_steps),
+            inner_state=inner_state,
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def loss_scale(opt_state: Any) -> jax.Array:
+    """The scale of the loss, float32[].
+
+    Args:
+      opt_state: the state of an optimizer with `jamp.dynamic_loss_scaling` somewhere in
+        it, or anything that holds one, such as a TrainState; or a `ScalerState`.
+
+    Raises:
+      ScalerError: it holds no loss scale, or several.
+    """
+    state = _find(opt_state)
+    state = state.scaler_state if isinstance(state, DynamicLossScalingState) else state
+    return jnp.asarray(state.scale)
+
+
+def last_step_skipped(opt_state: Any) -> jax.Array:
+    """Whether the last step was skipped because a gradient overflowed, bool[].
+
+    Args:
+      opt_state: as for `jamp.loss_scale`, but for a `ScalerState`.
+
+    Raises:
+      ScalerError: it holds no loss scaling, or several.
+    """
+    state = _find(opt_state)
+    if not isinstance(state, DynamicLossScalingState):
+        raise ScalerError(
+            "a ScalerState does not know whether a step was skipped: GradScaler.step "
+            "returns it"
+        )
+    return jnp.asarray(state.last_step_skipped)
+
+
+def scale_loss(loss: Any, opt_state: Any) -> Any:
+    """Multiplies a loss by the scale that an optimizer expects of its gradients.
+
+    Args:
+      loss: a loss, or a pytree of them; see `GradScaler.scale` for the dtypes.
+      opt_state: as for `jamp.loss_scale`.
+
+    Raises:
+      ScalerError: it holds no loss scale, or several.
+      ScalerTypeError: a loss is no number.
+    """
+    return scaled(loss_scale(opt_state), loss)
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    **options: Any,
+) -> Callable[..., tuple[Any, Any]]:
+    """Like `jax.value_and_grad`, of a loss that is scaled for an optimizer.
+
+    Args:
+      loss_fn: the loss, a function that returns a scalar.
+      argnums: which arguments of `loss_fn` to differentiate at.
+      has_aux: whether `loss_fn` returns a pair of the loss and something else.
+      **options: further options of `jax.value_and_grad`.
+
+    Returns:
+      A function of `opt_state` (as for `jamp.loss_scale`) and the arguments of
+      `loss_fn`. It returns the value, not scaled, and the gradients, scaled: ready for
+      the optimizer's update.
+    """
+
+    def with_scale(scale: jax.Array, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        value = loss_fn(*args, **kwargs)
+        loss = value[0] if has_aux else value
+        return scaled(scale, loss), value
+
+    @functools.wraps(loss_fn)
+    def scaled_value_and_grad(
+        opt_state: Any, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        differentiate = jax.value_and_grad(
+            functools.partial(with_scale, loss_scale(opt_state)),
+            argnums,
+            has_aux=True,
+            **options,
+        )
+        (_, value), grads = differentiate(*args, **kwargs)
+        return value, grads
+
+    # The signature of the loss lacks the first argument.
+    del scaled_value_and_grad.__wrapped__
+    return scaled_value_and_grad
+
+
+def _find(tree: Any) -> Any:
+    kinds = (DynamicLossScalingState, ScalerState)
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kinds))
+    found = [leaf for leaf in leaves if isinstance(leaf, kinds)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ScalerError(
+            f"found {len(found)} loss scales in {type(tree).__name__}, and a loss has "
+            "one: wrap the whole optimizer in jamp.dynamic_loss_scaling, not its parts"
+        )
+    raise ScalerError(
+        f"found no loss scale in {type(tree).__name__}: give it the state of an "
+        "optimizer made by jamp.dynamic_loss_scaling, or a ScalerState"
+    )

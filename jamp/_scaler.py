@@ -1,0 +1,354 @@
+"""`jamp.GradScaler`: dynamic loss scaling as pure functions of a small state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jamp._errors import ScalerError, ScalerTypeError
+from jamp.pallas_kernels import unscale_and_check
+
+_KEYS = "scale growth_factor backoff_factor growth_interval _growth_tracker".split()
+_SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
+
+
+class ScalerState(NamedTuple):
+    """What changes from step to step; a pytree of arrays.
+
+    Attributes:
+      scale: the factor of the loss, float32[].
+      growth_tracker: finite steps since the scale last changed, int32[].
+      hysteresis_tracker: overflows in a row, int32[]; counted up to the scaler's
+        `hysteresis`.
+    """
+
+    scale: jax.Array
+    growth_tracker: jax.Array
+    hysteresis_tracker: jax.Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradScaler:
+    """Scales the loss, so that small gradients do not vanish in float16.
+
+    The scale grows while gradients are finite, and backs off when one overflows; that
+    step is skipped. A scaler is an immutable description; what changes is the
+    `ScalerState` that its methods take and return, all of them under `jax.jit` too.
+    None waits for the device. Most loops want `jamp.dynamic_loss_scaling`, which does
+    all of it inside an optax optimizer.
+
+        state = scaler.init()
+        ...
+        scaled = jax.grad(lambda p: scaler.scale(state, loss_fn(p)))(params)
+        grads, found_inf = scaler.unscale(state, scaled)
+        params, opt_state, stepped = scaler.step(
+            state, tx, grads, found_inf, opt_state, params
+        )
+        state = scaler.update(state, found_inf)
+
+    Attributes:
+      init_scale: the scale to begin with.
+      growth_factor: what the scale is multiplied by after `growth_interval` finite
+        steps in a row; above 1.
+      backoff_factor: what it is multiplied by after an overflow; below 1.
+      growth_interval: how many finite steps it takes to grow; 0 means never.
+      enabled: False makes every method pass its input through.
+      min_scale: the scale never falls below it; by default the smallest normal float32
+        number. None is torch's behaviour: no floor, and a scale that has fallen to 0
+        stays there.
+      max_scale: the scale never grows above it; None for float32's range.
+      hysteresis: back off only after so many overflows in a row, as DeepSpeed does;
+        each of them skips its step.
+
+    Raises:
+      ScalerError: a value out of range.
+    """
+
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
+    min_scale: float | None = _SMALLEST_NORMAL
+    max_scale: float | None = None
+    hysteresis: int = 1
+
+    def __post_init__(self) -> None:
+        low, high = self.min_scale, self.max_scale
+        positive = low is None or self.backoff_factor > 0
+        for fine, problem in (
+            (self.growth_factor > 1, "the growth factor must be > 1.0"),
+            (self.backoff_factor < 1, "the backoff factor must be < 1.0"),
+            (positive, "the backoff factor must be > 0.0"),
+            (math.isfinite(self.init_scale), "init_scale must be finite"),
+            (self.growth_interval >= 0, "growth_interval must be >= 0"),
+            (self.hysteresis >= 1, "hysteresis must be >= 1"),
+            (low is None or low > 0, "min_scale must be > 0, or None"),
+            (low is None or low <= self.init_scale, "init_scale is below min_scale"),
+            (high is None or high >= self.init_scale, "init_scale is above max_scale"),
+        ):
+            if not fine:
+                raise ScalerError(f"{problem}: {self}")
+
+    def init(self) -> ScalerState:
+        """The state to begin with; a disabled scaler has a scale of 1."""
+        return _state(self.init_scale if self.enabled else 1.0, 0)
+
+    def scale(self, state: ScalerState, outputs: Any) -> Any:
+        """Multiplies a loss, or every array of a pytree, by the scale.
+
+        Args:
+          state: the scaler's state.
+          outputs: arrays or numbers. A 16-bit scalar is scaled in float32 and stays so;
+            any other floating array keeps its dtype, integers become float32.
+
+        Raises:
+          ScalerTypeError: a leaf is no number.
+        """
+        if not self.enabled:
+            return outputs
+        return scaled(state.scale, outputs)
+
+    def unscale(self, state: ScalerState, grads: Any) -> tuple[Any, jax.Array]:
+        """Divides gradients by the scale, in one pass with the check for overflows.
+
+        Args:
+          state: the scaler's state.
+          grads: gradients of the scaled loss.
+
+        Returns:
+          The gradients in their own dtypes, and found_inf, bool[]: whether one of them
+          is inf or NaN, before or after.
+
+        Raises:
+          ScalerError: gradients are float16, because their parameters are.
+        """
+        if not self.enabled:
+            return grads, jnp.array(False)
+        refuse_float16(grads, "gradients")
+        return unscale_and_check(grads, 1 / state.scale)
+
+    def update(
+        self, state: ScalerState, found_inf: Any = None, new_scale: Any = None
+    ) -> ScalerState:
+        """The state after a step.
+
+        Args:
+          state: the state before.
+          found_inf: what `unscale` found, a bool[] or a pytree of several.
+          new_scale: a scale to set instead; the counters stay as they are.
+
+        Raises:
+          ScalerError: neither is given.
+        """
+        if not self.enabled:
+            return state
+        if new_scale is not None:
+            return state._replace(scale=_scalar(new_scale, "new_scale"))
+        flags = [jnp.asarray(flag).astype(bool).any() for flag in _flags(found_inf)]
+        found = jnp.stack(flags).any()
+        overflows = jnp.minimum(state.hysteresis_tracker + 1, self.hysteresis)
+        backs_off = found & (overflows >= self.hysteresis)
+        tracker = state.growth_tracker + 1
+        grows = ~found & (tracker == self.growth_interval)
+        scale = jnp.where(grows, self._grown(state.scale), state.scale)
+        return ScalerState(
+            scale=jnp.where(backs_off, self._backed_off(state.scale), scale),
+            growth_tracker=jnp.where(found | grows, 0, tracker),
+            hysteresis_tracker=jnp.where(found, overflows, 0),
+        )
+
+    def step(
+        self,
+        state: ScalerState,
+        tx: optax.GradientTransformation,
+        grads: Any,
+        found_inf: Any,
+        opt_state: Any,
+        params: Any,
+        **extra_args: Any,
+    ) -> tuple[Any, Any, jax.Array]:
+        """Takes a step of an optimizer, unless a gradient overflowed.
+
+        Args:
+          state: the scaler's state.
+          tx: the optimizer.
+          grads: gradients, unscaled.
+          found_inf: what `unscale` found.
+          opt_state: the optimizer's state.
+          params: the parameters.
+          **extra_args: further arguments of `tx.update`.
+
+        Returns:
+          Parameters and optimizer state, as they were if the step was skipped, and a
+          bool[] that says whether it was taken.
+
+        Raises:
+          ScalerError: the optimizer scales the loss itself.
+        """
+        del state
+        if _holds_a_scale(opt_state):
+            raise ScalerError(
+                "the optimizer is one of jamp.dynamic_loss_scaling, which unscales and "
+                "skips by itself: call its update, or hand step the inner optimizer"
+            )
+        update = optax.with_extra_args_support(tx).update
+        updates, new_opt_state = update(grads, opt_state, params, **extra_args)
+        stepped = (optax.apply_updates(params, updates), new_opt_state)
+        if not self.enabled:
+            return *stepped, jnp.array(True)
+        found = jnp.asarray(found_inf).astype(bool)
+        return *select(found, (params, opt_state), stepped), ~found
+
+    def state_dict(self, state: ScalerState) -> dict[str, Any]:
+        """Python numbers under torch's five keys, to load here or in torch.
+
+        Waits for the device. A disabled scaler gives an empty dict, as torch's does.
+        """
+        if not self.enabled:
+            return {}
+        return {
+            "scale": float(state.scale),
+            "growth_factor": self.growth_factor,
+            "backoff_factor": self.backoff_factor,
+            "growth_interval": self.growth_interval,
+            "_growth_tracker": int(state.growth_tracker),
+        }
+
+    @classmethod
+    def load_state_dict(
+        cls, state_dict: Mapping[str, Any], **options: Any
+    ) -> tuple[GradScaler, ScalerState]:
+        """The scaler and state of a dict from here or from torch.
+
+        Args:
+          state_dict: what `state_dict` of jamp or torch gave.
+          **options: what the dict does not hold: `min_scale`, `max_scale`,
+            `hysteresis`, `init_scale`.
+
+        Returns:
+          A scaler with the factors and the interval of the dict, and its state.
+
+        Raises:
+          ScalerError: the dict is empty or lacks a key.
+        """
+        if not state_dict:
+            raise ScalerError(
+                "The source state dict is empty, possibly because it was saved from a "
+                "disabled instance of GradScaler."
+            )
+        missing = [key for key in _KEYS if key not in state_dict]
+        if missing:
+            raise ScalerError(
+                f"the state dict lacks {', '.join(map(repr, missing))}; a GradScaler's "
+                f"has {', '.join(map(repr, _KEYS))}"
+            )
+        scaler = cls(
+            growth_factor=float(state_dict["growth_factor"]),
+            backoff_factor=float(state_dict["backoff_factor"]),
+            growth_interval=int(state_dict["growth_interval"]),
+            **options,
+        )
+        scale, tracker = state_dict["scale"], state_dict["_growth_tracker"]
+        return scaler, _state(float(scale), int(tracker))
+
+    def _grown(self, scale: jax.Array) -> jax.Array:
+        grown = _product(scale, self.growth_factor)
+        if self.max_scale is not None:
+            grown = jnp.minimum(grown, self.max_scale)
+        return jnp.where(jnp.isfinite(grown), grown, scale)
+
+    def _backed_off(self, scale: jax.Array) -> jax.Array:
+        backed_off = _product(scale, self.backoff_factor)
+        if self.min_scale is None:
+            return backed_off
+        return jnp.maximum(backed_off, self.min_scale)
+
+
+def scaled(scale: jax.Array, outputs: Any) -> Any:
+    """Every leaf times a scale; see `GradScaler.scale`."""
+
+    def times(leaf: Any) -> jax.Array:
+        if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float)):
+            raise ScalerTypeError(
+                f"outputs must be arrays or numbers, got {type(leaf).__name__}"
+            )
+        array = jnp.asarray(leaf)
+        wide = jnp.promote_types(array.dtype, jnp.float32)
+        keeps = array.ndim > 0 and jnp.issubdtype(array.dtype, jnp.floating)
+        return (array.astype(wide) * scale).astype(array.dtype if keeps else wide)
+
+    return jax.tree.map(times, outputs)
+
+
+def refuse_float16(tree: Any, what: str) -> None:
+    """Raises if a tree holds float16, naming the leaves.
+
+    Args:
+      tree: gradients or parameters.
+      what: which of the two.
+    """
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    paths = [
+        jax.tree_util.keystr(path)
+        for path, leaf in leaves
+        if getattr(leaf, "dtype", None) == jnp.float16
+    ]
+    if paths:
+        shown = ", ".join(paths[:5]) + (" ..." if len(paths) > 5 else "")
+        raise ScalerError(
+            f"Attempting to unscale FP16 gradients: the {what} at {shown} are float16 "
+            "because the parameters are. Keep the parameters in float32 and let "
+            "jamp.autocast cast them where they are used"
+        )
+
+
+def select(skipped: jax.Array, old: Any, new: Any) -> Any:
+    """The old tree if a step is skipped, else the new one, element by element."""
+    return jax.tree.map(lambda a, b: jnp.where(skipped, a, b), old, new)
+
+
+def _product(scale: jax.Array, factor: float) -> jax.Array:
+    """`f32(f64(scale) * factor)`, which is torch's."""
+    if abs(math.frexp(factor)[0]) == 0.5:
+        return scale * jnp.float32(factor)
+    with jax.enable_x64(True):
+        product: jax.Array = scale.astype(jnp.float64) * np.float64(factor)
+        return jnp.asarray(product, jnp.float32)
+
+
+def _state(scale: float, tracker: int) -> ScalerState:
+    return ScalerState(
+        scale=jnp.asarray(scale, jnp.float32),
+        growth_tracker=jnp.asarray(tracker, jnp.int32),
+        hysteresis_tracker=jnp.zeros((), jnp.int32),
+    )
+
+
+def _scalar(value: Any, name: str) -> jax.Array:
+    array = jnp.asarray(value, jnp.float32)
+    if array.ndim:
+        raise ScalerError(f"{name} must be a scalar, got an array of {array.shape}")
+    return array
+
+
+def _holds_a_scale(tree: Any) -> bool:
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, ScalerState))
+    return any(isinstance(leaf, ScalerState) for leaf in leaves)
+
+
+def _flags(found_inf: Any) -> list[Any]:
+    flags = jax.tree.leaves(found_inf)
+    if not flags:
+        raise ScalerError(
+            "No inf checks were recorded prior to update: give it the found_inf that "
+            "unscale returned, or a new_scale"
+        )
+    return flags
