@@ -318,9 +318,9 @@ def select(skipped: jax.Array, old: Any, new: Any) -> Any:
 def _product(scale: jax.Array, factor: float) -> jax.Array:
     """`f32(f64(scale) * factor)`, which is torch's."""
     if abs(math.frexp(factor)[0]) == 0.5:
-        return scale * jnp.float32(factor)
+        return jnp.multiply(scale, jnp.float32(factor))
     with jax.enable_x64(True):
-        product: jax.Array = scale.astype(jnp.float64) * np.float64(factor)
+        product = scale.astype(jnp.float64) * np.float64(factor)
         return jnp.asarray(product, jnp.float32)
 
 
