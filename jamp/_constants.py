@@ -30,7 +30,8 @@ BOOLEAN = Interval(0.0, 1.0)
 def of_array(value: Any) -> Interval | None:
     """The range of a literal; None for what is no real number."""
     array = np.asarray(value)
-    if array.size == 0 or array.dtype.kind == "c":
+    # JAX's float0 is a structured dtype.
+    if array.size == 0 or array.dtype.kind == "c" or array.dtype.names is not None:
         return None
     wide = array.astype(np.float64)
     return Interval(float(np.min(wide)), float(np.max(wide)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, jaxprs_in_params
 
 from jamp import _dtypes
+from jamp._compat import CustomVJPException
 from jamp._emit import Scribe
 from jamp._regions import tracing
 from jamp._rules.programs import Rewritten, closed, note, rewrite, to_values
@@ -128,8 +130,8 @@ def _tangents(
 def _with_vjp(site: Site, inner: Rewritten) -> Callable[..., tuple[Any, ...]]:
     """The rewritten function with the two rules that the equation has."""
     interpreter, eqn, operands, context, _ = site
-    forward, backward = _trace_vjp(site)
-    differentiable = _differentiable(eqn)
+    count, forward, backward = _rules(site)
+    differentiable = _differentiable(eqn, count)
 
     def fwd(*arrays: Any) -> tuple[tuple[Any, ...], list[Any]]:
         values = _inputs(site, arrays)
@@ -144,38 +146,73 @@ def _with_vjp(site: Site, inner: Rewritten) -> Callable[..., tuple[Any, ...]]:
         found = dict(zip(differentiable, _in_dtypes(results, dtypes), strict=True))
         return tuple(found.get(slot) for slot in range(len(operands)))
 
+    def checked_fwd(*primals: Any) -> tuple[tuple[Any, ...], list[Any]]:
+        if any(primal.perturbed for primal in primals[:count]):
+            raise CustomVJPException
+        return fwd(*(primal.value for primal in primals))
+
+    def instantiated_bwd(residuals: list[Any], cotangents: Any) -> tuple[Any, ...]:
+        return bwd(residuals, jax.tree.map(_instantiated, cotangents))
+
     function = jax.custom_vjp(_primal(eqn, inner))
-    function.defvjp(fwd, bwd)
+    if count:
+        # It closes over its first operands: they have no gradient, as JAX then says.
+        function.defvjp(checked_fwd, instantiated_bwd, symbolic_zeros=True)
+    else:
+        function.defvjp(fwd, bwd)
     return function
 
 
-def _differentiable(eqn: JaxprEqn) -> list[int]:
-    """Operands of an equation that have a gradient."""
+def _instantiated(cotangent: Any) -> Any:
+    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        return jax.numpy.zeros(cotangent.shape, cotangent.dtype)
+    return cotangent
+
+
+def _differentiable(eqn: JaxprEqn, start: int) -> list[int]:
+    """Operands of an equation, from one on, that have a gradient."""
     dtypes = map(_dtypes.dtype_of, eqn.invars)
-    return [i for i, d in enumerate(dtypes) if jax.numpy.issubdtype(d, np.inexact)]
+    inexact = [jax.numpy.issubdtype(dtype, np.inexact) for dtype in dtypes]
+    return [slot for slot in range(start, len(inexact)) if inexact[slot]]
 
 
-def _trace_vjp(site: Site) -> tuple[Any, Any]:
-    """Programs of the user's forward and backward rules, as written."""
+def _rules(site: Site) -> tuple[int, Any, Any]:
+    """How many operands a call closes over, and the programs of its two rules."""
+    first, last = site.eqn.params.get("num_consts", 0), len(site.eqn.invars)
+    for count in range(first, last):
+        # An equation that JAX has traced anew does not know how many they are.
+        with suppress(CustomVJPException):
+            return count, *_trace_vjp(site, count)
+    return last, *_trace_vjp(site, last)
+
+
+def _trace_vjp(site: Site, count: int) -> tuple[Any, Any]:
+    """Programs of the user's forward and backward rules, as written.
+
+    Args:
+      site: the call.
+      count: how many operands it closes over.
+    """
     eqn, trees = site.eqn, []
-    differentiable = _differentiable(eqn)
+    differentiable = _differentiable(eqn, count)
 
     def forward(*arrays: Any) -> tuple[Any, Any]:
-        outs, pullback = jax.vjp(_call(site), *arrays)
+        call = partial(_call(site), *arrays[:count])
+        outs, pullback = jax.vjp(call, *arrays[count:])
         residuals, tree = jax.tree.flatten(pullback)
         trees.append(tree)
         return outs, residuals
 
     def backward(residuals: Any, cotangents: Any) -> list[Any]:
         gradients = jax.tree.unflatten(trees[-1], residuals)(cotangents)
-        return [gradients[slot] for slot in differentiable]
+        return [gradients[slot - count] for slot in differentiable]
 
     with tracing(site.context.region):
         program = jax.make_jaxpr(forward)(*(var.aval for var in eqn.invars))
         results = list(program.out_avals)
-        count = len(eqn.outvars)
-        tangents = [aval.to_tangent_aval() for aval in results[:count]]
-        return program, jax.make_jaxpr(backward)(results[count:], tangents)
+        outs = len(eqn.outvars)
+        tangents = [aval.to_tangent_aval() for aval in results[:outs]]
+        return program, jax.make_jaxpr(backward)(results[outs:], tangents)
 
 
 def run_checkpoint(site: Site) -> list[Value]:
@@ -208,9 +245,9 @@ def _primal(eqn: JaxprEqn, inner: Rewritten) -> Callable[..., tuple[Any, ...]]:
     def primal(*arrays: Any) -> tuple[Any, ...]:
         return tuple(inner(*arrays))
 
-    for program in jaxprs_in_params(eqn.params):
+    program = next(iter(jaxprs_in_params(eqn.params)), None)
+    if program is not None:
         primal.__name__ = program.debug_info.func_name
-        break
     return primal
 
 

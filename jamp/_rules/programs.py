@@ -110,7 +110,12 @@ def _rewrite(
     requests = tuple(sorted(scribe.requests, key=lambda r: (r[0], r[1].name)))
     if requests and not extras:
         return _rewrite(site, program, operands, hoisted, requests)
-    return Rewritten(rewritten, extras, tuple(traits), scribe.entries, scribe.changed)
+    # What comes in narrower may go out again without any equation having changed.
+    changed = scribe.changed or any(
+        value.dtype != getattr(aval, "dtype", None)
+        for value, aval in zip(operands, program.in_avals, strict=True)
+    )
+    return Rewritten(rewritten, extras, tuple(traits), scribe.entries, changed)
 
 
 def cast_to(arrays: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
