@@ -45,6 +45,9 @@ class Prepared:
 
 def prepare(fn: Callable[..., Any], args: Any, kwargs: Any) -> Prepared:
     """Takes the state out of the modules of a call, if there are any."""
+    while isinstance(fn, partial):
+        args, kwargs = (*fn.args, *args), {**fn.keywords, **kwargs}
+        fn = fn.func
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return Prepared(fn, args, kwargs, lambda result: result)
@@ -82,8 +85,6 @@ def _is_node(nnx: Any, value: Any) -> bool:
 
 def _modules_of(fn: Any, nnx: Any) -> list[Any]:
     """The modules that a function is bound to or closes over."""
-    if isinstance(fn, partial):
-        return _modules_of(fn.func, nnx)
     if _is_node(nnx, fn):
         return [fn]
     if isinstance(fn, types.MethodType):
@@ -96,9 +97,6 @@ def _with_modules(fn: Any, nnx: Any, copies: list[Any]) -> Any:
     """The function with other modules in the place of its own."""
     if not copies:
         return fn
-    if isinstance(fn, partial):
-        func = _with_modules(fn.func, nnx, copies)
-        return partial(func, *fn.args, **fn.keywords)
     if _is_node(nnx, fn):
         return copies[0]
     if isinstance(fn, types.MethodType):
