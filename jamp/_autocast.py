@@ -155,8 +155,9 @@ class autocast:
         self._arguments = (device_type, dtype, enabled, cache_enabled, policy)
         self._output_dtype = output_dtype
         self._entered = threading.local()
-        # Wrong arguments are reported where they were written.
-        _regions.make_options(*self._arguments)
+        # Wrong arguments are reported where they were written. Defaults wait for the
+        # call: a decorator must not make JAX look for its devices.
+        _regions.check_options(device_type, dtype, policy)
         return self if fn is None else self(fn)
 
     def __call__(self, fn: Any) -> Any:

@@ -51,10 +51,24 @@ def device_kind(device_type: Any) -> str:
     return _DEVICES[device_type]
 
 
+def check_options(device_type: Any, dtype: Any, policy: Any) -> None:
+    """Checks arguments of `jamp.autocast`, without asking JAX for its devices."""
+    if device_type is not None:
+        device_kind(device_type)
+    if dtype is not None:
+        _low_dtype(dtype)
+    if policy is not None and not isinstance(policy, Policy):
+        raise AutocastTypeError(
+            "policy must be a jamp.Policy (Policy.load reads names and files), got "
+            f"{type(policy).__name__}"
+        )
+
+
 def make_options(
     device_type: Any, dtype: Any, enabled: bool, cache_enabled: bool, policy: Any
 ) -> Options:
-    """Checks the arguments of `jamp.autocast` and fills in its defaults."""
+    """Fills in the defaults of `jamp.autocast`'s arguments."""
+    check_options(device_type, dtype, policy)
     outer = current()
     if policy is None and device_type is None and outer is not None:
         policy, kind = outer.policy, outer.device_type
@@ -62,11 +76,6 @@ def make_options(
         kind = device_kind(device_type)
     if policy is None:
         policy = Policy.load(kind)
-    elif not isinstance(policy, Policy):
-        raise AutocastTypeError(
-            "policy must be a jamp.Policy (Policy.load reads names and files), got "
-            f"{type(policy).__name__}"
-        )
     return Options(
         policy=policy,
         dtype=policy.dtype if dtype is None else _low_dtype(dtype),

@@ -1,6 +1,8 @@
 """JAX's transformations around a function under autocast, and the state it shows."""
 
 import functools
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -195,3 +197,14 @@ def test_the_state_is_restored_when_tracing_fails():
     with pytest.raises(KeyError, match="inside"):
         gpu(fails)(X)
     assert not jamp.is_autocast_enabled()
+
+
+def test_importing_and_decorating_does_not_start_a_backend():
+    # jax.distributed.initialize and jax_num_cpu_devices must come before that.
+    program = (
+        "import jax, jamp\n"
+        "jamp.autocast(abs), jamp.autocast(dtype='float16'), jamp.GradScaler()\n"
+        "jax.config.update('jax_num_cpu_devices', 2)\n"
+        "assert len(jax.devices()) == 2\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
