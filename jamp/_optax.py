@@ -53,9 +53,11 @@ def dynamic_loss_scaling(
         loss, grads = jamp.value_and_grad(loss_fn)(opt_state, params, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
 
-    What comes before it in an `optax.chain` sees scaled gradients, and what wraps it,
-    such as `optax.MultiSteps`, counts skipped steps too. To accumulate gradients, wrap
-    it in `optax.MultiSteps`: an overflow in one micro-batch then skips the whole batch.
+    What comes before it in an `optax.chain` sees scaled gradients, and what wraps it
+    counts skipped steps too. To accumulate gradients, average the scaled gradients of
+    the micro-batches and update once: an overflow in one of them skips the whole batch.
+    Or let it wrap `optax.MultiSteps`: an overflow then skips one micro-batch. The other
+    way round, `optax.MultiSteps` never forgets an inf.
 
     Args:
       inner: the optimizer.
@@ -93,9 +95,10 @@ def dynamic_loss_scaling(
     ) -> tuple[Any, DynamicLossScalingState]:
         grads, found = scaler.unscale(state.scaler_state, grads)
         if "grad" in extra_args:
-            extra_args["grad"], _ = scaler.unscale(
+            extra_args["grad"], found_too = scaler.unscale(
                 state.scaler_state, extra_args["grad"]
             )
+            found = found | found_too
         if axis_name is not None and scaler.enabled:
             found = jax.lax.psum(found.astype(jnp.int32), axis_name) > 0
         updates, inner_state = inner.update(

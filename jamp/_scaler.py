@@ -17,6 +17,7 @@ from jamp.pallas_kernels import unscale_and_check
 
 _KEYS = "scale growth_factor backoff_factor growth_interval _growth_tracker".split()
 _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 class ScalerState(NamedTuple):
@@ -87,7 +88,7 @@ class GradScaler:
             (self.growth_factor > 1, "the growth factor must be > 1.0"),
             (self.backoff_factor < 1, "the backoff factor must be < 1.0"),
             (positive, "the backoff factor must be > 0.0"),
-            (math.isfinite(self.init_scale), "init_scale must be finite"),
+            (abs(self.init_scale) <= _LARGEST, "init_scale must be finite in float32"),
             (self.growth_interval >= 0, "growth_interval must be >= 0"),
             (self.hysteresis >= 1, "hysteresis must be >= 1"),
             (low is None or low > 0, "min_scale must be > 0, or None"),
@@ -125,7 +126,7 @@ class GradScaler:
 
         Returns:
           The gradients in their own dtypes, and found_inf, bool[]: whether one of them
-          is inf or NaN, before or after.
+          is inf or NaN, before or after, or the scale is too large to divide by.
 
         Raises:
           ScalerError: gradients are float16, because their parameters are.
@@ -133,7 +134,11 @@ class GradScaler:
         if not self.enabled:
             return grads, jnp.array(False)
         refuse_float16(grads, "gradients")
-        return unscale_and_check(grads, 1 / state.scale)
+        inverse = 1 / state.scale
+        unscaled, found_inf = unscale_and_check(grads, inverse)
+        # Where denormal numbers are flushed, the inverse of a scale above 2**126 is zero:
+        # all gradients would be lost without a word.
+        return unscaled, found_inf | (inverse == 0)
 
     def update(
         self, state: ScalerState, found_inf: Any = None, new_scale: Any = None
@@ -152,8 +157,7 @@ class GradScaler:
             return state
         if new_scale is not None:
             return state._replace(scale=_scalar(new_scale, "new_scale"))
-        flags = [jnp.asarray(flag).astype(bool).any() for flag in _flags(found_inf)]
-        found = jnp.stack(flags).any()
+        found = _any(found_inf, "update")
         overflows = jnp.minimum(state.hysteresis_tracker + 1, self.hysteresis)
         backs_off = found & (overflows >= self.hysteresis)
         tracker = state.growth_tracker + 1
@@ -181,7 +185,7 @@ class GradScaler:
           state: the scaler's state.
           tx: the optimizer.
           grads: gradients, unscaled.
-          found_inf: what `unscale` found.
+          found_inf: what `unscale` found, a bool[] or a pytree of several.
           opt_state: the optimizer's state.
           params: the parameters.
           **extra_args: further arguments of `tx.update`.
@@ -191,7 +195,7 @@ class GradScaler:
           bool[] that says whether it was taken.
 
         Raises:
-          ScalerError: the optimizer scales the loss itself.
+          ScalerError: the optimizer scales the loss itself, or found_inf is missing.
         """
         del state
         if _holds_a_scale(opt_state):
@@ -204,7 +208,7 @@ class GradScaler:
         stepped = (optax.apply_updates(params, updates), new_opt_state)
         if not self.enabled:
             return *stepped, jnp.array(True)
-        found = jnp.asarray(found_inf).astype(bool)
+        found = _any(found_inf, "step")
         return *select(found, (params, opt_state), stepped), ~found
 
     def state_dict(self, state: ScalerState) -> dict[str, Any]:
@@ -231,7 +235,7 @@ class GradScaler:
         Args:
           state_dict: what `state_dict` of jamp or torch gave.
           **options: what the dict does not hold: `min_scale`, `max_scale`,
-            `hysteresis`, `init_scale`.
+            `hysteresis`, `init_scale`; with `enabled=False` the dict is not read.
 
         Returns:
           A scaler with the factors and the interval of the dict, and its state.
@@ -239,6 +243,9 @@ class GradScaler:
         Raises:
           ScalerError: the dict is empty or lacks a key.
         """
+        if not options.get("enabled", True):
+            disabled = cls(**options)
+            return disabled, disabled.init()
         if not state_dict:
             raise ScalerError(
                 "The source state dict is empty, possibly because it was saved from a "
@@ -276,16 +283,25 @@ def scaled(scale: jax.Array, outputs: Any) -> Any:
     """Every leaf times a scale; see `GradScaler.scale`."""
 
     def times(leaf: Any) -> jax.Array:
-        if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float)):
+        if not _is_number(leaf):
             raise ScalerTypeError(
                 f"outputs must be arrays or numbers, got {type(leaf).__name__}"
             )
         array = jnp.asarray(leaf)
-        wide = jnp.promote_types(array.dtype, jnp.float32)
-        keeps = array.ndim > 0 and jnp.issubdtype(array.dtype, jnp.floating)
+        inexact = jnp.issubdtype(array.dtype, jnp.inexact)
+        # Not promoted: float8 has no implicit promotion.
+        wide = array.dtype if inexact and array.dtype.itemsize >= 4 else jnp.float32
+        keeps = inexact and array.ndim > 0
         return (array.astype(wide) * scale).astype(array.dtype if keeps else wide)
 
     return jax.tree.map(times, outputs)
+
+
+def _is_number(leaf: Any) -> bool:
+    if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float)):
+        return False
+    dtype = getattr(leaf, "dtype", np.dtype(type(leaf)))
+    return any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_))
 
 
 def refuse_float16(tree: Any, what: str) -> None:
@@ -344,11 +360,11 @@ def _holds_a_scale(tree: Any) -> bool:
     return any(isinstance(leaf, ScalerState) for leaf in leaves)
 
 
-def _flags(found_inf: Any) -> list[Any]:
-    flags = jax.tree.leaves(found_inf)
+def _any(found_inf: Any, method: str) -> jax.Array:
+    flags = [jnp.asarray(flag, bool).any() for flag in jax.tree.leaves(found_inf)]
     if not flags:
         raise ScalerError(
-            "No inf checks were recorded prior to update: give it the found_inf that "
-            "unscale returned, or a new_scale"
+            f"No inf checks were recorded prior to {method}: give it the found_inf that "
+            "unscale returned" + (", or a new_scale" if method == "update" else "")
         )
-    return flags
+    return jnp.stack(flags).any()

@@ -1,0 +1,180 @@
+"""An overflow on one device skips the step on all, and leaves equal states."""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jamp
+
+SCALER = jamp.GradScaler(init_scale=2.0**10, growth_interval=3)
+DEVICES = 8
+STEPS = 6
+
+
+def mesh():
+    return jax.make_mesh((DEVICES,), ("d",), (jax.sharding.AxisType.Auto,))
+
+
+def loss_fn(params, x):
+    return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"]) ** 2)
+
+
+def start():
+    keys = jax.random.split(jax.random.key(0))
+    return {
+        "w": jax.random.normal(keys[0], (8, 16)),
+        "v": jax.random.normal(keys[1], (16, 1)),
+    }
+
+
+def batches(overflows):
+    """A batch per step; in some steps one device's rows hold an inf."""
+    for step in range(STEPS):
+        x = jax.random.normal(jax.random.key(step), (16, 8))
+        yield x.at[5, 0].set(jnp.inf) if step in overflows else x
+
+
+def run(step, params, opt_state, overflows):
+    for x in batches(overflows):
+        params, opt_state = step(params, opt_state, x)
+    return params, opt_state
+
+
+def on_one_device(overflows):
+    tx = jamp.dynamic_loss_scaling(optax.adam(1e-2), SCALER)
+
+    @jax.jit
+    def step(params, opt_state, x):
+        _, grads = jamp.value_and_grad(loss_fn)(opt_state, params, x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    params = start()
+    return run(step, params, tx.init(params), overflows)
+
+
+def data_parallel(overflows):
+    """Global arrays under jit: the batch is sharded, the parameters are everywhere."""
+    tx = jamp.dynamic_loss_scaling(optax.adam(1e-2), SCALER)
+    rows, everywhere = NamedSharding(mesh(), P("d")), NamedSharding(mesh(), P())
+
+    @jax.jit
+    def step(params, opt_state, x):
+        x = jax.lax.with_sharding_constraint(x, rows)
+        _, grads = jamp.value_and_grad(loss_fn)(opt_state, params, x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    params = jax.device_put(start(), everywhere)
+    return run(step, params, tx.init(params), overflows)
+
+
+def fully_sharded(overflows):
+    """shard_map: each device has rows of the parameters, and of the batch."""
+    tx = jamp.dynamic_loss_scaling(optax.adam(1e-2), SCALER, axis_name="d")
+
+    def local_step(params, opt_state, x):
+        def loss(shards):
+            gather = lambda a: jax.lax.all_gather(a, "d", tiled=True)  # noqa: E731
+            return loss_fn(jax.tree.map(gather, shards), x) / DEVICES
+
+        _, grads = jamp.value_and_grad(loss)(opt_state, params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    params = start()
+    opt_state = tx.init(params)
+    spec = lambda leaf: P("d") if leaf.ndim else P()  # noqa: E731
+    specs = jax.tree.map(spec, (params, opt_state))
+    step = jax.jit(
+        jax.shard_map(
+            local_step, mesh=mesh(), in_specs=(*specs, P("d")), out_specs=specs
+        )
+    )
+    return run(step, params, opt_state, overflows)
+
+
+@pytest.mark.parametrize("overflows", [(), (2,), (0, 1, 4)])
+@pytest.mark.parametrize("train", [data_parallel, fully_sharded])
+def test_sharded_training_is_that_of_one_device(train, overflows):
+    params, opt_state = train(overflows)
+    expected, expected_state = on_one_device(overflows)
+    assert int(opt_state.skipped_steps) == len(overflows)
+    assert float(jamp.loss_scale(opt_state)) == float(jamp.loss_scale(expected_state))
+    for actual, right in zip(
+        jax.tree.leaves((params, opt_state)),
+        jax.tree.leaves((expected, expected_state)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(actual, right, rtol=2e-4, atol=2e-6)
+
+
+def gradient_of_one_device(axis_name):
+    """Updates of 8 devices with a gradient each, of which the fifth overflows."""
+    tx = jamp.dynamic_loss_scaling(optax.sgd(1.0), SCALER, axis_name=axis_name)
+
+    def local(grads):
+        updates, state = tx.update(grads, tx.init(grads))
+        return updates, state.last_step_skipped[None], jamp.loss_scale(state)[None]
+
+    shard = jax.shard_map(
+        local, mesh=mesh(), in_specs=P("d"), out_specs=P("d"), check_vma=False
+    )
+    return shard(jnp.ones(DEVICES).at[4].set(jnp.nan))
+
+
+def test_with_an_axis_name_all_devices_skip_together():
+    updates, skipped, scales = gradient_of_one_device("d")
+    assert skipped.all()
+    assert (updates == 0).all()
+    assert (scales == 2.0**9).all()
+
+
+def test_without_an_axis_name_each_device_would_decide_for_itself():
+    _, skipped, scales = gradient_of_one_device(None)
+    assert skipped.tolist() == [number == 4 for number in range(DEVICES)]
+    assert len(set(scales.tolist())) == 2
+
+
+def test_states_of_all_devices_are_equal_after_an_overflow_on_one():
+    _, opt_state = data_parallel((2,))
+    for leaf in jax.tree.leaves(opt_state):
+        shards = [np.asarray(shard.data) for shard in leaf.addressable_shards]
+        for shard in shards[1:]:
+            np.testing.assert_array_equal(shard, shards[0])
+
+
+def free_port():
+    with socket.socket() as server:
+        server.bind(("localhost", 0))
+        return server.getsockname()[1]
+
+
+def test_two_processes_skip_together_and_end_up_equal():
+    port = free_port()
+    script = Path(__file__).with_name("two_processes.py")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(port), str(number)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    outputs = [process.communicate(timeout=300)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    first, second = (json.loads(output.splitlines()[-1]) for output in outputs)
+    assert first == second
+    assert first["processes"] == 2
+    assert first["skipped"] == 1
+    assert np.isfinite(np.concatenate([np.ravel(a) for a in first["leaves"]])).all()
