@@ -28,8 +28,10 @@ def _narrowed(wide: Any, narrow: Any) -> Any:
 
 @_narrowed.defjvp
 def _narrowed_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
-    _, narrow = primals
-    return narrow, lax.convert_element_type(tangents[0], narrow.dtype)
+    wide, narrow = primals
+    # Through itself again, so that it has second derivatives.
+    primal = _narrowed(wide, narrow)
+    return primal, lax.convert_element_type(tangents[0], narrow.dtype)
 
 
 def run_scan(site: Site) -> list[Value]:
