@@ -22,6 +22,8 @@ class DynamicLossScalingState(NamedTuple):
       last_step_skipped: whether the last gradients overflowed, bool[].
       skipped_steps: how many did, int32[].
       total_steps: how many came, int32[].
+      overflowed: whether a gradient of the batch that `optax.MultiSteps` is
+        accumulating did, bool[]; False without it.
       inner_state: the state of the wrapped optimizer.
     """
 
@@ -29,11 +31,12 @@ class DynamicLossScalingState(NamedTuple):
     last_step_skipped: jax.Array
     skipped_steps: jax.Array
     total_steps: jax.Array
+    overflowed: jax.Array
     inner_state: optax.OptState
 
 
 def dynamic_loss_scaling(
-    inner: optax.GradientTransformation,
+    inner: optax.GradientTransformation | optax.MultiSteps,
     scaler: GradScaler | None = None,
     *,
     axis_name: Any = None,
@@ -54,13 +57,12 @@ def dynamic_loss_scaling(
         updates, opt_state = tx.update(grads, opt_state, params)
 
     What comes before it in an `optax.chain` sees scaled gradients, and what wraps it
-    counts skipped steps too. To accumulate gradients, average the scaled gradients of
-    the micro-batches and update once: an overflow in one of them skips the whole batch.
-    Or let it wrap `optax.MultiSteps`: an overflow then skips one micro-batch. The other
-    way round, `optax.MultiSteps` never forgets an inf.
+    counts skipped steps too. To accumulate gradients, let it wrap `optax.MultiSteps`:
+    the scale stays as it is during a batch, and an overflow in one micro-batch skips
+    the whole batch. The other way round, `optax.MultiSteps` never forgets an inf.
 
     Args:
-      inner: the optimizer.
+      inner: the optimizer, or an `optax.MultiSteps`.
       scaler: how the scale changes; by default `GradScaler()`.
       axis_name: name or names of the mapped axes (`jax.shard_map`, `jax.pmap`,
         `jax.vmap`) over which an overflow on one shard skips the step on all. Arrays
@@ -74,6 +76,8 @@ def dynamic_loss_scaling(
       ScalerError: `init` got float16 parameters, or `update` float16 gradients.
     """
     scaler = GradScaler() if scaler is None else scaler
+    if isinstance(inner, optax.MultiSteps):
+        inner = inner.gradient_transformation()
     inner = optax.with_extra_args_support(inner)
 
     def init(params: Any) -> DynamicLossScalingState:
@@ -84,6 +88,7 @@ def dynamic_loss_scaling(
             last_step_skipped=jnp.array(False),
             skipped_steps=jnp.zeros((), jnp.int32),
             total_steps=jnp.zeros((), jnp.int32),
+            overflowed=jnp.array(False),
             inner_state=inner.init(params),
         )
 
@@ -101,27 +106,41 @@ def dynamic_loss_scaling(
             found = found | found_too
         if axis_name is not None and scaler.enabled:
             found = jax.lax.psum(found.astype(jnp.int32), axis_name) > 0
+        found = found | state.overflowed
+        if isinstance(state.inner_state, optax.MultiStepsState):
+            # Its running mean would keep an inf.
+            grads = select(found, jax.tree.map(jnp.zeros_like, grads), grads)
         updates, inner_state = inner.update(
             grads, state.inner_state, params, **extra_args
         )
+        ended, unstepped = _end(state.inner_state, inner_state)
+        skipped = found & ended
         if scaler.enabled:
             zeros = jax.tree.map(jnp.zeros_like, updates)
             updates, inner_state = select(
-                found, (zeros, state.inner_state), (updates, inner_state)
+                skipped, (zeros, unstepped), (updates, inner_state)
             )
-        return updates, DynamicLossScalingState(
+        after = DynamicLossScalingState(
             scaler_state=scaler.update(state.scaler_state, found),
             last_step_skipped=found,
-            skipped_steps=jnp.where(
-                found,
-                optax.safe_increment(state.skipped_steps),
-                state.skipped_steps,
-            ),
+            skipped_steps=state.skipped_steps + found.astype(jnp.int32),
             total_steps=optax.safe_increment(state.total_steps),
-            inner_state=inner_state,
+            overflowed=jnp.array(False),
+            inner_state=(),
         )
+        during = state._replace(overflowed=found, inner_state=())
+        return updates, select(ended, after, during)._replace(inner_state=inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _end(old: Any, new: Any) -> tuple[jax.Array, Any]:
+    """Whether an update ended a step, and the inner state if that step is skipped."""
+    if not isinstance(old, optax.MultiStepsState):
+        return jnp.array(True), old
+    # The sums start anew; the optimizer inside has not stepped.
+    kept = {"inner_opt_state": old.inner_opt_state, "gradient_step": old.gradient_step}
+    return new.gradient_step != old.gradient_step, new._replace(**kept)
 
 
 def loss_scale(opt_state: Any) -> jax.Array:

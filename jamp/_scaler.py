@@ -136,8 +136,8 @@ class GradScaler:
         refuse_float16(grads, "gradients")
         inverse = 1 / state.scale
         unscaled, found_inf = unscale_and_check(grads, inverse)
-        # Where denormal numbers are flushed, the inverse of a scale above 2**126 is zero:
-        # all gradients would be lost without a word.
+        # Where denormal numbers are flushed, the inverse of a scale above 2**126 is
+        # zero: all gradients would be lost without a word.
         return unscaled, found_inf | (inverse == 0)
 
     def update(
@@ -326,9 +326,9 @@ def refuse_float16(tree: Any, what: str) -> None:
         )
 
 
-def select(skipped: jax.Array, old: Any, new: Any) -> Any:
-    """The old tree if a step is skipped, else the new one, element by element."""
-    return jax.tree.map(lambda a, b: jnp.where(skipped, a, b), old, new)
+def select(which: jax.Array, first: Any, second: Any) -> Any:
+    """The first tree where a flag is set, else the second, element by element."""
+    return jax.tree.map(lambda a, b: jnp.where(which, a, b), first, second)
 
 
 def _product(scale: jax.Array, factor: float) -> jax.Array:
@@ -364,7 +364,7 @@ def _any(found_inf: Any, method: str) -> jax.Array:
     flags = [jnp.asarray(flag, bool).any() for flag in jax.tree.leaves(found_inf)]
     if not flags:
         raise ScalerError(
-            f"No inf checks were recorded prior to {method}: give it the found_inf that "
-            "unscale returned" + (", or a new_scale" if method == "update" else "")
+            f"No inf checks were recorded prior to {method}: give it the found_inf "
+            "that unscale returned" + (", or a new_scale" if method == "update" else "")
         )
     return jnp.stack(flags).any()

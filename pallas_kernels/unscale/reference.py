@@ -24,7 +24,8 @@ def all_finite(tree: Any) -> jax.Array:
 def _unscaled(leaf: Any, inv_scale: Any) -> Any:
     if not _is(leaf):
         return leaf
-    wide = jnp.promote_types(leaf.dtype, jnp.float32)
+    # Not promoted: float8 has no implicit promotion.
+    wide = leaf.dtype if leaf.dtype.itemsize >= 4 else jnp.float32
     return (leaf.astype(wide) * jnp.asarray(inv_scale, jnp.float32)).astype(leaf.dtype)
 
 
