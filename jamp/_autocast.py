@@ -76,7 +76,7 @@ class _Transformed:
 def _signature(leaves: Sequence[Any], tree: Any) -> Hashable:
     """What a trace depends on, or None if it cannot be told."""
     known = tuple(
-        jax.typeof(leaf) if is_array(leaf) else (type(leaf), leaf) for leaf in leaves
+        jax.typeof(leaf) if is_array(leaf) else _static(leaf) for leaf in leaves
     )
     key = (tree, known, trace_context())
     try:
@@ -84,6 +84,11 @@ def _signature(leaves: Sequence[Any], tree: Any) -> Hashable:
     except TypeError:
         return None
     return key
+
+
+def _static(leaf: Any) -> tuple[type, Any]:
+    """A leaf that is no array, as part of a key: 1 is not True, nor 0.0 -0.0."""
+    return type(leaf), repr(leaf) if isinstance(leaf, (float, complex)) else leaf
 
 
 def _cast_outputs(result: Any, dtype: Any) -> Any:

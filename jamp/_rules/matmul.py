@@ -29,4 +29,5 @@ def explicit_precision(eqn: JaxprEqn) -> bool:
     preferred = eqn.params.get("preferred_element_type")
     if preferred is None or not all(map(_dtypes.eligible, traced)):
         return False
-    return bool(np.dtype(preferred).itemsize > max(d.itemsize for d in traced))
+    # Two 16-bit types meet at float32 by JAX's promotion, which nobody asked for.
+    return bool(np.dtype(preferred).itemsize > _dtypes.widest(traced).itemsize)
