@@ -1,0 +1,344 @@
+"""GradScaler follows torch's transitions bit for bit, and what it adds holds too."""
+
+import dataclasses
+import functools
+import math
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from scaler_reference import TINY, bits, same, state_of, traces
+
+from jamp import GradScaler, ScalerError
+
+TRACES = traces()
+each_trace = pytest.mark.parametrize("trace", TRACES, ids=lambda trace: trace.name)
+
+
+def stacked(states):
+    """A list of states as one with a leading axis."""
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *states)
+
+
+def one_by_one(update, states, events):
+    """Each state after its event, one call for each."""
+    rows = map(state_of, *map(np.asarray, states))
+    return stacked([update(*row) for row in zip(rows, events, strict=True)])
+
+
+def in_a_loop(update, state, events):
+    """The states of a run, one call a step."""
+    states = []
+    for event in events:
+        state = update(state, event)
+        states.append(state)
+    return stacked(states)
+
+
+def in_a_scan(update, state, events):
+    """The states of a run, in one program."""
+
+    def body(state, event):
+        state = update(state, event)
+        return state, state
+
+    return jax.jit(lambda state, events: jax.lax.scan(body, state, events)[1])(
+        state, events
+    )
+
+
+jitted = jax.jit(GradScaler.update, static_argnums=0)
+TRANSITIONS = {
+    "eager": lambda scaler, *rows: one_by_one(scaler.update, *rows),
+    "jit": lambda scaler, *rows: one_by_one(functools.partial(jitted, scaler), *rows),
+    "vmap": lambda scaler, *rows: jax.jit(jax.vmap(scaler.update))(*rows),
+}
+RUNS = {
+    "jit": lambda scaler, *run: in_a_loop(functools.partial(jitted, scaler), *run),
+    "scan": lambda scaler, *run: in_a_scan(scaler.update, *run),
+}
+
+
+def assert_steps(actual, trace, steps):
+    """Scale and tracker are torch's at some steps, bit for bit."""
+    assert steps.any()
+    for found, expected in (
+        (actual.scale, trace.scale),
+        (actual.growth_tracker, trace.tracker),
+    ):
+        assert bits(np.asarray(found)[steps]) == bits(expected[steps])
+
+
+@each_trace
+@pytest.mark.parametrize("how", TRANSITIONS)
+def test_a_transition_is_torchs(trace, how):
+    # Each eager step takes milliseconds.
+    steps = trace.distinct if how == "eager" else trace.normal
+    before = jax.tree.map(lambda leaf: jnp.asarray(leaf[steps]), trace.before)
+    after = TRANSITIONS[how](trace.scaler, before, trace.events[steps])
+    kept = trace._replace(scale=trace.scale[steps], tracker=trace.tracker[steps])
+    assert_steps(after, kept, np.ones(steps.sum(), bool))
+
+
+@each_trace
+@pytest.mark.parametrize("how", RUNS)
+def test_a_run_is_torchs_until_the_scale_is_denormal(trace, how):
+    states = RUNS[how](trace.scaler, trace.scaler.init(), trace.events)
+    steps = np.logical_and.accumulate(trace.normal)
+    if not trace.normal[0]:
+        assert trace.name == "decay_to_zero_and_stay_zero"
+        return
+    assert_steps(states, trace, steps)
+
+
+def test_runs_side_by_side_are_torchs():
+    trace = next(trace for trace in TRACES if trace.name == "bursts_1")
+    both = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), trace.scaler.init())
+    events = np.stack([~trace.events, trace.events], axis=1)
+    states = in_a_scan(jax.vmap(trace.scaler.update), both, events)
+    assert_steps(jax.tree.map(lambda leaf: leaf[:, 1], states), trace, trace.normal)
+
+
+def test_x64_changes_no_transition():
+    trace = next(trace for trace in TRACES if trace.name == "init_pi")
+    with jax.enable_x64(True):
+        states = in_a_scan(trace.scaler.update, trace.scaler.init(), trace.events)
+    assert_steps(states, trace, trace.normal)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"growth_interval": 1},
+        {"growth_interval": 7, "growth_factor": 1.7, "backoff_factor": 0.3},
+        {"growth_interval": 3, "growth_factor": 16.0, "backoff_factor": 0.9},
+        {"growth_interval": 10, "backoff_factor": 2.0**-20, "min_scale": 2.0**-100},
+    ],
+)
+def test_after_10000_overflows_the_scale_returns(config):
+    scaler = GradScaler(**config)
+    grows = math.log(scaler.init_scale / scaler.min_scale, scaler.growth_factor)
+    finite = math.ceil(round(grows, 6)) * scaler.growth_interval
+
+    @jax.jit
+    def run(state, found, steps):
+        return jax.lax.fori_loop(0, steps, lambda _, s: scaler.update(s, found), state)
+
+    low = run(scaler.init(), True, 10_000)
+    high = run(low, False, finite)
+    assert low.scale == scaler.min_scale
+    assert scaler.init_scale <= high.scale < scaler.init_scale * scaler.growth_factor
+
+
+def test_without_a_floor_a_scale_of_zero_stays():
+    scaler = GradScaler(min_scale=None, growth_interval=1)
+    state = in_a_loop(scaler.update, state_of(TINY), [True] * 30 + [False] * 3)
+    assert state.scale[-1] == 0
+
+
+def test_growth_stops_at_the_maximum():
+    scaler = GradScaler(init_scale=3.0, max_scale=10.0, growth_interval=1)
+    states = in_a_scan(scaler.update, scaler.init(), np.zeros(4, bool))
+    assert states.scale.tolist() == [6.0, 10.0, 10.0, 10.0]
+    assert states.growth_tracker.tolist() == [0, 0, 0, 0]
+
+
+def test_back_off_stops_at_the_minimum():
+    scaler = GradScaler(init_scale=3.0, min_scale=1.0)
+    states = in_a_scan(scaler.update, scaler.init(), np.ones(3, bool))
+    assert states.scale.tolist() == [1.5, 1.0, 1.0]
+
+
+def test_the_scale_grows_only_when_the_tracker_reaches_the_interval():
+    update = GradScaler(growth_interval=5).update
+    for tracker, scale, after in ((3, 8.0, 4), (4, 16.0, 0), (5, 8.0, 6), (9, 8.0, 10)):
+        state = update(state_of(8.0, tracker), False)
+        assert (float(state.scale), int(state.growth_tracker)) == (scale, after)
+
+
+def test_growth_to_inf_is_suppressed_and_the_tracker_starts_again():
+    state = GradScaler(growth_interval=1).update(state_of(3e38), False)
+    assert bits(state.scale) == bits(jnp.float32(3e38))
+    assert state.growth_tracker == 0
+
+
+def test_hysteresis_backs_off_after_overflows_in_a_row():
+    scaler = GradScaler(init_scale=64.0, hysteresis=3, growth_interval=2)
+    events = [True, True, False, True, True, True, True, False, False, True]
+    states = in_a_scan(scaler.update, scaler.init(), np.array(events))
+    scales = [64.0, 64.0, 64.0, 64.0, 64.0, 32.0, 16.0, 16.0, 32.0, 32.0]
+    assert states.scale.tolist() == scales
+    assert states.hysteresis_tracker.tolist() == [1, 2, 0, 1, 2, 3, 3, 0, 0, 1]
+    assert states.growth_tracker.tolist() == [0, 0, 1, 0, 0, 0, 0, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        (True, True),
+        (jnp.array(False), False),
+        ([jnp.array(False), jnp.array(True)], True),
+        ({"generator": jnp.array(False), "critic": jnp.array(False)}, False),
+        (jnp.array([False, True, False]), True),
+        (np.float32(2.0), True),
+        (0.0, False),
+    ],
+)
+def test_one_flag_of_several_is_enough(flags, found):
+    scaler = GradScaler(init_scale=8.0)
+    for update in (scaler.update, jax.jit(scaler.update)):
+        assert float(update(scaler.init(), flags).scale) == (4.0 if found else 8.0)
+
+
+@pytest.mark.parametrize("new_scale", [3.0, 3, np.float32(3), jnp.array(3.0)])
+def test_a_new_scale_leaves_the_counters(new_scale):
+    scaler = GradScaler(growth_interval=10, hysteresis=4)
+    state = scaler.update(state_of(8.0, 7, 2), True, new_scale)
+    assert same(state, state_of(3.0, 7, 2))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(), (None,), ([],), (False, jnp.ones(1)), (False, np.ones((2, 2)))],
+)
+def test_update_needs_a_flag_or_a_scalar(arguments):
+    scaler = GradScaler()
+    with pytest.raises(ScalerError, match=r"No inf checks|must be a scalar"):
+        scaler.update(scaler.init(), *arguments)
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({"growth_factor": 1.0}, "growth factor must be > 1.0"),
+        ({"growth_factor": math.nan}, "growth factor must be > 1.0"),
+        ({"backoff_factor": 1.0}, "backoff factor must be < 1.0"),
+        ({"backoff_factor": math.nan}, "backoff factor must be < 1.0"),
+        ({"backoff_factor": 0.0}, "backoff factor must be > 0.0"),
+        ({"backoff_factor": -0.5}, "backoff factor must be > 0.0"),
+        ({"init_scale": math.inf}, "init_scale must be finite"),
+        ({"init_scale": math.nan}, "init_scale must be finite"),
+        ({"init_scale": 1e39}, "init_scale must be finite"),
+        ({"init_scale": 0.0}, "init_scale is below min_scale"),
+        ({"init_scale": -4.0}, "init_scale is below min_scale"),
+        ({"growth_interval": -1}, "growth_interval must be >= 0"),
+        ({"hysteresis": 0}, "hysteresis must be >= 1"),
+        ({"min_scale": 0.0}, "min_scale must be > 0"),
+        ({"min_scale": math.nan}, "min_scale must be > 0"),
+        ({"min_scale": 2.0**17}, "init_scale is below min_scale"),
+        ({"max_scale": 2.0**15}, "init_scale is above max_scale"),
+        ({"max_scale": math.nan}, "init_scale is above max_scale"),
+    ],
+)
+def test_a_value_out_of_range_is_an_error(config, problem):
+    with pytest.raises(ScalerError, match=problem):
+        GradScaler(**config)
+
+
+def test_options_are_named():
+    with pytest.raises(TypeError):
+        GradScaler(2.0)
+
+
+def test_a_scaler_is_a_value():
+    scaler, equal = GradScaler(hysteresis=2), GradScaler(hysteresis=2)
+    assert scaler == equal
+    assert len({scaler, equal, GradScaler()}) == 2
+    assert pickle.loads(pickle.dumps(scaler)) == scaler
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        scaler.init_scale = 1.0
+
+
+def test_a_scaler_is_a_static_argument():
+    calls = []
+
+    def update(scaler, state):
+        calls.append(scaler)
+        return scaler.update(state, True)
+
+    update = jax.jit(update, static_argnums=0)
+    for factor in (0.5, 0.25, 0.5):
+        state = update(GradScaler(backoff_factor=factor), state_of(8.0))
+        assert state.scale == 8.0 * factor
+    assert [scaler.backoff_factor for scaler in calls] == [0.5, 0.25]
+
+
+def test_a_state_dict_holds_torchs_five_keys():
+    scaler = GradScaler(growth_factor=3.0, backoff_factor=0.1, growth_interval=7)
+    values = scaler.state_dict(state_of(12.5, 3))
+    assert values == {
+        "scale": 12.5,
+        "growth_factor": 3.0,
+        "backoff_factor": 0.1,
+        "growth_interval": 7,
+        "_growth_tracker": 3,
+    }
+    kinds = [type(value) for value in values.values()]
+    assert kinds == [float, float, float, int, int]
+
+
+def test_a_loaded_scaler_goes_on_where_the_saved_one_was():
+    trace = next(trace for trace in TRACES if trace.name == "init_pi")
+    states = in_a_scan(trace.scaler.update, trace.scaler.init(), trace.events)
+    halfway = jax.tree.map(lambda leaf: leaf[99], states)
+    saved = trace.scaler.state_dict(halfway)
+    scaler, state = GradScaler.load_state_dict(saved, min_scale=None)
+    assert same(state[:2], halfway[:2])
+    rest = trace._replace(scale=trace.scale[100:], tracker=trace.tracker[100:])
+    after = in_a_scan(scaler.update, state, trace.events[100:])
+    assert_steps(after, rest, trace.normal[100:])
+
+
+def test_what_a_state_dict_lacks_is_given_when_it_is_loaded():
+    options = {"min_scale": 1.0, "max_scale": 2.0**20, "hysteresis": 3}
+    scaler = GradScaler(growth_interval=9, **options)
+    saved = scaler.state_dict(scaler.init())
+    assert GradScaler.load_state_dict(saved, **options)[0] == scaler
+
+
+def test_a_saved_scale_of_zero_returns_to_the_floor():
+    saved = GradScaler().state_dict(state_of(0.0))
+    scaler, state = GradScaler.load_state_dict(saved)
+    _, found = scaler.unscale(state, jnp.zeros(3))
+    assert found
+    assert scaler.update(state, found).scale == scaler.min_scale
+
+
+def test_loading_a_dict_that_lacks_a_key_names_it():
+    saved = GradScaler().state_dict(state_of(1.0))
+    with pytest.raises(ScalerError, match="source state dict is empty"):
+        GradScaler.load_state_dict({})
+    for key in saved:
+        with pytest.raises(ScalerError, match=f"lacks '{key}';"):
+            GradScaler.load_state_dict({k: v for k, v in saved.items() if k != key})
+
+
+def test_a_disabled_scaler_does_nothing():
+    scaler = GradScaler(enabled=False)
+    state, loss = scaler.init(), {"loss": [object(), "text", jnp.float16(1.0)]}
+    assert state.scale == 1
+    assert scaler.scale(state, loss) is loss
+    assert scaler.update(state, True) is state
+    assert scaler.update(state) is state
+    assert scaler.update(state, new_scale=4.0) is state
+    params, grads = jnp.ones(2), jnp.array([1.0, jnp.inf], jnp.float16)
+    unscaled, found = scaler.unscale(state, grads)
+    assert unscaled is grads
+    assert not found
+    tx = optax.sgd(0.5)
+    stepped = scaler.step(state, tx, grads, found, tx.init(params), params)
+    assert stepped[0].tolist() == [0.5, -math.inf]
+    assert stepped[2]
+
+
+def test_a_disabled_scaler_saves_and_loads_nothing():
+    scaler = GradScaler(enabled=False)
+    assert scaler.state_dict(scaler.init()) == {}
+    for saved in ({}, GradScaler().state_dict(state_of(8.0))):
+        loaded, state = GradScaler.load_state_dict(saved, enabled=False)
+        assert loaded == scaler
+        assert same(state, scaler.init())
