@@ -45,6 +45,11 @@ def integer(dtype: Any) -> bool:
     return isinstance(dtype, np.dtype) and dtype.kind in "iu"
 
 
+def is_complex(dtype: Any) -> bool:
+    """Whether values of this dtype are complex numbers."""
+    return isinstance(dtype, np.dtype) and dtype.kind == "c"
+
+
 def narrow(dtype: Any) -> bool:
     """Whether values of this dtype may be cast and are narrower than float32."""
     return eligible(dtype) and dtype.itemsize < 4

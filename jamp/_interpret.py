@@ -74,9 +74,14 @@ def functions(policy: Policy, modules: int) -> Mapping[int, Function]:
 
 
 class Interpreter:
-    """Runs programs under a policy; one per rewritten program."""
+    """Runs programs under a policy; one per rewritten program.
 
-    def __init__(self) -> None:
+    Args:
+      trial: whether it only finds out what would change.
+    """
+
+    def __init__(self, trial: bool = False) -> None:
+        self.trial = trial
         self.cache: dict[Any, tuple[Any, Any]] = {}
         self._warned = False
         self._callers: list[JaxprEqn] = []

@@ -15,6 +15,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 import jax
+from jax.extend.core import jaxprs_in_params
 
 from jamp import _dtypes
 from jamp._dtypes import DType
@@ -118,6 +119,15 @@ def region(options: Options) -> Iterator[None]:
     """Marks what is traced inside as governed by these options."""
     with tracing(options), jax.named_scope(_register(options)):
         yield
+
+
+def holds_region(program: Any) -> bool:
+    """Whether part of a traced program stands in a region."""
+    return any(
+        _PREFIX in str(eqn.source_info.name_stack)
+        or any(map(holds_region, jaxprs_in_params(eqn.params)))
+        for eqn in program.eqns
+    )
 
 
 _registered: dict[str, Options] = {}

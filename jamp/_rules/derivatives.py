@@ -18,7 +18,7 @@ from jax.extend.core import JaxprEqn, jaxprs_in_params
 from jamp import _dtypes
 from jamp._compat import CustomVJPException
 from jamp._emit import Scribe
-from jamp._regions import tracing
+from jamp._regions import holds_region, tracing
 from jamp._rules.programs import Rewritten, closed, note, rewrite, to_values
 from jamp._rules.site import Site
 from jamp._values import Value
@@ -28,8 +28,9 @@ def run_custom_jvp(site: Site) -> list[Value]:
     """Runs a custom_jvp function; its rule is kept and runs under the same policy."""
     inner = rewrite(site, site.eqn.params["call_jaxpr"], site.operands)
     note(site, inner)
-    if not inner.changed:
+    if not inner.changed and not _changes_rule(site):
         return to_values(site.bind(site.arrays), inner.traits)
+    site.emitter.scribe.changed = True
     function = _with_jvp(site, inner)
     return to_values(function(*site.arrays), inner.traits)
 
@@ -109,6 +110,34 @@ def _with_jvp(site: Site, inner: Rewritten) -> Callable[..., tuple[Any, ...]]:
     return function
 
 
+def _changes_rule(site: Site) -> bool:
+    """Whether a rule runs differently under the policy, although its function does not.
+
+    JAX traces the rule of an equation that stays as it is when it is differentiated,
+    outside of autocast, where a region would be an error.
+    """
+    if site.context.forced is not None or site.interpreter.trial:
+        return False
+    program, scribe = _trace_jvp(site), Scribe()
+    # What is tried must not reach the cache; and a rule may call its own function.
+    interpreter = type(site.interpreter)(trial=True)
+
+    def run(*arrays: Any) -> None:
+        values = [Value.of(array) for array in arrays]
+        interpreter.run(program, values, site.context, scribe)
+
+    jax.eval_shape(run, *program.in_avals)
+    return scribe.changed or holds_region(program)
+
+
+def _trace_jvp(site: Site) -> Any:
+    """The program of the results and tangents, by the user's rule as written."""
+    avals = tuple(var.aval for var in site.eqn.invars)
+    tangents = tuple(aval.to_tangent_aval() for aval in avals)
+    with tracing(site.context.region):
+        return jax.make_jaxpr(lambda p, t: jax.jvp(_call(site), p, t))(avals, tangents)
+
+
 def _tangents(
     site: Site,
     inner: Rewritten,
@@ -116,14 +145,8 @@ def _tangents(
     tangents: Sequence[Any],
 ) -> tuple[Any, ...]:
     """Results and their tangents, by the user's rule run under the policy."""
-    avals = tuple(var.aval for var in site.eqn.invars)
-    tangent_avals = tuple(aval.to_tangent_aval() for aval in avals)
-    with tracing(site.context.region):
-        program = jax.make_jaxpr(lambda p, t: jax.jvp(_call(site), p, t))(
-            avals, tangent_avals
-        )
     values = [*_inputs(site, primals), *map(Value.of, tangents)]
-    results = site.interpreter.run(program, values, site.context, Scribe())
+    results = site.interpreter.run(_trace_jvp(site), values, site.context, Scribe())
     return _in_dtypes(results, inner.dtypes * 2)
 
 

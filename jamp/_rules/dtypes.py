@@ -49,6 +49,8 @@ class Dtypes(NamedTuple):
 
 def choose(rule: Rule, eqn: JaxprEqn, operands: Sequence[Value], low: DType) -> Dtypes:
     """The dtypes in which an equation runs under a rule."""
+    if rule is Rule.LOWER and any(_dtypes.is_complex(v.dtype) for v in operands):
+        rule = Rule.AS_TRACED
     if rule is Rule.AS_TRACED or any(_dtypes.is_float64(v.dtype) for v in operands):
         return Dtypes(
             tuple(
