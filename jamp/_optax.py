@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ import optax
 
 from jamp._errors import ScalerError
 from jamp._scaler import GradScaler, ScalerState, refuse_float16, scaled, select
+from jamp.pallas_kernels import unscale_and_check
 
 
 class DynamicLossScalingState(NamedTuple):
@@ -75,63 +77,86 @@ def dynamic_loss_scaling(
     Raises:
       ScalerError: `init` got float16 parameters, or `update` float16 gradients.
     """
-    scaler = GradScaler() if scaler is None else scaler
     if isinstance(inner, optax.MultiSteps):
         inner = inner.gradient_transformation()
-    inner = optax.with_extra_args_support(inner)
+    scaling = _LossScaling(
+        inner=optax.with_extra_args_support(inner),
+        scaler=GradScaler() if scaler is None else scaler,
+        axis_name=axis_name,
+    )
+    return optax.GradientTransformationExtraArgs(scaling.init, scaling.update)
 
-    def init(params: Any) -> DynamicLossScalingState:
-        if scaler.enabled:
+
+@dataclass(frozen=True)
+class _LossScaling:
+    """An optimizer and the scaler of its gradients; see `dynamic_loss_scaling`."""
+
+    inner: optax.GradientTransformationExtraArgs
+    scaler: GradScaler
+    axis_name: Any
+
+    def init(self, params: Any) -> DynamicLossScalingState:
+        """The state for these parameters."""
+        if self.scaler.enabled:
             refuse_float16(params, "parameters")
         return DynamicLossScalingState(
-            scaler_state=scaler.init(),
+            scaler_state=self.scaler.init(),
             last_step_skipped=jnp.array(False),
             skipped_steps=jnp.zeros((), jnp.int32),
             total_steps=jnp.zeros((), jnp.int32),
             overflowed=jnp.array(False),
-            inner_state=inner.init(params),
+            inner_state=self.inner.init(params),
         )
 
     def update(
+        self,
         grads: Any,
         state: DynamicLossScalingState,
         params: Any = None,
         **extra_args: Any,
     ) -> tuple[Any, DynamicLossScalingState]:
-        grads, found = scaler.unscale(state.scaler_state, grads)
+        """Updates and the state after them."""
+        grads, found = self._unscale(state.scaler_state, grads)
         if "grad" in extra_args:
-            extra_args["grad"], found_too = scaler.unscale(
-                state.scaler_state, extra_args["grad"]
-            )
+            unscaled, found_too = self._unscale(state.scaler_state, extra_args["grad"])
+            extra_args["grad"] = unscaled
             found = found | found_too
-        if axis_name is not None and scaler.enabled:
-            found = jax.lax.psum(found.astype(jnp.int32), axis_name) > 0
-        found = found | state.overflowed
+        found = self._anywhere(found) | state.overflowed
         if isinstance(state.inner_state, optax.MultiStepsState):
             # Its running mean would keep an inf.
             grads = select(found, jax.tree.map(jnp.zeros_like, grads), grads)
-        updates, inner_state = inner.update(
+        updates, inner_state = self.inner.update(
             grads, state.inner_state, params, **extra_args
         )
         ended, unstepped = _end(state.inner_state, inner_state)
-        skipped = found & ended
-        if scaler.enabled:
+        if self.scaler.enabled:
             zeros = jax.tree.map(jnp.zeros_like, updates)
             updates, inner_state = select(
-                skipped, (zeros, unstepped), (updates, inner_state)
+                found & ended, (zeros, unstepped), (updates, inner_state)
             )
+        during = state._replace(overflowed=found, inner_state=())
         after = DynamicLossScalingState(
-            scaler_state=scaler.update(state.scaler_state, found),
+            scaler_state=self.scaler.update(state.scaler_state, found),
             last_step_skipped=found,
             skipped_steps=state.skipped_steps + found.astype(jnp.int32),
             total_steps=optax.safe_increment(state.total_steps),
             overflowed=jnp.array(False),
             inner_state=(),
         )
-        during = state._replace(overflowed=found, inner_state=())
         return updates, select(ended, after, during)._replace(inner_state=inner_state)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    def _unscale(self, state: ScalerState, grads: Any) -> tuple[Any, jax.Array]:
+        if self.scaler.enabled:
+            return self.scaler.unscale(state, grads)
+        # The state may be a restored one with a scale, which the loss then has.
+        unscaled, _ = unscale_and_check(grads, 1 / state.scale)
+        return unscaled, jnp.array(False)
+
+    def _anywhere(self, found: jax.Array) -> jax.Array:
+        """Whether an overflow was found on any shard."""
+        if self.axis_name is None or not self.scaler.enabled:
+            return found
+        return jnp.asarray(jax.lax.psum(found.astype(jnp.int32), self.axis_name) > 0)
 
 
 def _end(old: Any, new: Any) -> tuple[jax.Array, Any]:

@@ -156,7 +156,7 @@ class GradScaler:
         if not self.enabled:
             return state
         if new_scale is not None:
-            return state._replace(scale=_scalar(new_scale, "new_scale"))
+            return state._replace(scale=_scale(new_scale))
         found = _any(found_inf, "update")
         overflows = jnp.minimum(state.hysteresis_tracker + 1, self.hysteresis)
         backs_off = found & (overflows >= self.hysteresis)
@@ -214,7 +214,9 @@ class GradScaler:
     def state_dict(self, state: ScalerState) -> dict[str, Any]:
         """Python numbers under torch's five keys, to load here or in torch.
 
-        Waits for the device. A disabled scaler gives an empty dict, as torch's does.
+        Waits for the device. A disabled scaler gives an empty dict, as in torch. The
+        count of overflows in a row, which matters with `hysteresis`, is not in it: to
+        resume exactly, save the state itself.
         """
         if not self.enabled:
             return {}
@@ -235,13 +237,14 @@ class GradScaler:
         Args:
           state_dict: what `state_dict` of jamp or torch gave.
           **options: what the dict does not hold: `min_scale`, `max_scale`,
-            `hysteresis`, `init_scale`; with `enabled=False` the dict is not read.
+            `hysteresis`; with `enabled=False` the dict is not read.
 
         Returns:
-          A scaler with the factors and the interval of the dict, and its state.
+          A scaler that begins with the scale of the dict, brought into its bounds, and
+          has its factors and interval; and its state.
 
         Raises:
-          ScalerError: the dict is empty or lacks a key.
+          ScalerError: the dict is empty, lacks a key, or its scale is not finite.
         """
         if not options.get("enabled", True):
             disabled = cls(**options)
@@ -257,14 +260,20 @@ class GradScaler:
                 f"the state dict lacks {', '.join(map(repr, missing))}; a GradScaler's "
                 f"has {', '.join(map(repr, _KEYS))}"
             )
+        scale = float(state_dict["scale"])
+        low, high = options.get("min_scale", cls.min_scale), options.get("max_scale")
+        if low is not None:
+            scale = max(scale, low)
+        if high is not None:
+            scale = min(scale, high)
         scaler = cls(
+            init_scale=scale,
             growth_factor=float(state_dict["growth_factor"]),
             backoff_factor=float(state_dict["backoff_factor"]),
             growth_interval=int(state_dict["growth_interval"]),
             **options,
         )
-        scale, tracker = state_dict["scale"], state_dict["_growth_tracker"]
-        return scaler, _state(float(scale), int(tracker))
+        return scaler, _state(scale, int(state_dict["_growth_tracker"]))
 
     def _grown(self, scale: jax.Array) -> jax.Array:
         grown = _product(scale, self.growth_factor)
@@ -348,10 +357,12 @@ def _state(scale: float, tracker: int) -> ScalerState:
     )
 
 
-def _scalar(value: Any, name: str) -> jax.Array:
+def _scale(value: Any) -> jax.Array:
+    if isinstance(value, (int, float)) and not math.isfinite(value):
+        raise ScalerError(f"new_scale must be finite, got {value}")
     array = jnp.asarray(value, jnp.float32)
     if array.ndim:
-        raise ScalerError(f"{name} must be a scalar, got an array of {array.shape}")
+        raise ScalerError(f"new_scale must be a scalar, got an array of {array.shape}")
     return array
 
 

@@ -370,3 +370,12 @@ def test_an_ensemble_has_a_scale_for_each_member():
     assert bits(states.scale[0]) == bits(run.trace.scale)
     assert opt_state.skipped_steps.tolist() == [int(run.trace.events.sum()), 0]
     assert float(jamp.loss_scale(opt_state)[1]) == 2.0 ** (15 + 60 // 4)
+
+
+def test_a_disabled_wrapper_undoes_the_scale_of_a_restored_state():
+    params = jnp.array([1.0, 2.0])
+    restored = jamp.dynamic_loss_scaling(optax.sgd(1.0)).init(params)
+    tx = jamp.dynamic_loss_scaling(optax.sgd(1.0), jamp.GradScaler(enabled=False))
+    _, grads = jamp.value_and_grad(lambda p: (p**2).sum())(restored, params)
+    updates, _ = tx.update(grads, restored, params)
+    np.testing.assert_array_equal(updates, [-2.0, -4.0])

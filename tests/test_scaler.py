@@ -300,14 +300,6 @@ def test_what_a_state_dict_lacks_is_given_when_it_is_loaded():
     assert GradScaler.load_state_dict(saved, **options)[0] == scaler
 
 
-def test_a_saved_scale_of_zero_returns_to_the_floor():
-    saved = GradScaler().state_dict(state_of(0.0))
-    scaler, state = GradScaler.load_state_dict(saved)
-    _, found = scaler.unscale(state, jnp.zeros(3))
-    assert found
-    assert scaler.update(state, found).scale == scaler.min_scale
-
-
 def test_loading_a_dict_that_lacks_a_key_names_it():
     saved = GradScaler().state_dict(state_of(1.0))
     with pytest.raises(ScalerError, match="source state dict is empty"):
@@ -342,3 +334,28 @@ def test_a_disabled_scaler_saves_and_loads_nothing():
         loaded, state = GradScaler.load_state_dict(saved, enabled=False)
         assert loaded == scaler
         assert same(state, scaler.init())
+
+
+@pytest.mark.parametrize(
+    ("scale", "options", "expected"),
+    [
+        (2.0**20, {"max_scale": 64.0}, 64.0),
+        (2.0, {"min_scale": 2.0**17}, 2.0**17),
+        (2.0**20, {}, 2.0**20),
+        (0.0, {}, GradScaler().min_scale),
+    ],
+)
+def test_a_loaded_scale_is_brought_into_the_bounds(scale, options, expected):
+    saved = GradScaler().state_dict(state_of(scale))
+    scaler, state = GradScaler.load_state_dict(saved, **options)
+    assert float(state.scale) == scaler.init_scale == expected
+
+
+@pytest.mark.parametrize("scale", [float("inf"), float("nan")])
+def test_a_scale_that_is_not_finite_is_refused(scale):
+    scaler = GradScaler()
+    state = scaler.init()
+    with pytest.raises(ScalerError, match="finite"):
+        scaler.update(state, new_scale=scale)
+    with pytest.raises(ScalerError, match="finite"):
+        GradScaler.load_state_dict(scaler.state_dict(state) | {"scale": scale})
