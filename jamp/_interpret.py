@@ -37,11 +37,13 @@ class Context(NamedTuple):
       scope: named scopes and the region.
       forced: the ruling of the listed function they stand in, if it settles them.
       inside: listed functions whose own entries no longer count.
+      linear: whether it is the program of a derivative, which JAX may transpose.
     """
 
     scope: Scope
     forced: Ruling | None = None
     inside: frozenset[Function] = frozenset()
+    linear: bool = False
 
     @property
     def region(self) -> Options:

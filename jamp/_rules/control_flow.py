@@ -45,9 +45,12 @@ def run_scan(site: Site) -> list[Value]:
         _stand_in(aval, value.dtype) for aval, value in zip(avals, slices, strict=True)
     ]
 
+    # `_narrowed` has no transpose.
+    hoisted = range(0 if site.context.linear else num_consts)
+
     def body(carried: Sequence[Value]) -> Rewritten:
         inputs = [*consts, *carried, *sliced]
-        return rewrite(site, params["jaxpr"], inputs, hoisted=range(num_consts))
+        return rewrite(site, params["jaxpr"], inputs, hoisted=hoisted)
 
     inner, settled = _settle(carry, body)
     note(site, inner)

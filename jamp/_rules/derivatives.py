@@ -146,7 +146,8 @@ def _tangents(
 ) -> tuple[Any, ...]:
     """Results and their tangents, by the user's rule run under the policy."""
     values = [*_inputs(site, primals), *map(Value.of, tangents)]
-    results = site.interpreter.run(_trace_jvp(site), values, site.context, Scribe())
+    context = site.context._replace(linear=True)
+    results = site.interpreter.run(_trace_jvp(site), values, context, Scribe())
     return _in_dtypes(results, inner.dtypes * 2)
 
 
