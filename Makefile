@@ -1,4 +1,5 @@
-# `make train` runs the example, `make test` every check. Each first sets up what it
+# `make train` runs the example, `make test` every check, `make test-slow` the long runs
+# that it leaves out. Each first sets up what it
 # needs in a virtual environment: .venv, or .venv-3.x when PYTHON names another Python.
 
 PYTHON ?= python3
@@ -17,7 +18,7 @@ BIN := $(VENV)/bin
 export JAX_PLATFORMS ?= cpu
 export PIP_NO_INPUT := 1
 
-.PHONY: train test clean
+.PHONY: train test test-slow clean
 
 train: $(VENV)/.installed-$(VERSION)-examples
 	$(BIN)/python examples/digits.py
@@ -27,6 +28,9 @@ test: $(VENV)/.installed-$(VERSION)-test
 	$(BIN)/ruff format --check
 	$(BIN)/mypy --strict jamp
 	$(BIN)/pytest -n 2
+
+test-slow: $(VENV)/.installed-$(VERSION)-test
+	$(BIN)/pytest -n 2 -m slow
 
 clean:
 	rm -rf .venv .venv-* build dist *.egg-info
