@@ -27,6 +27,7 @@ def project_bwd(residuals: tuple, g: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 project.defvjp(project_fwd, project_bwd)
 
+
 @jax.custom_vjp
 @jamp.custom_fwd(cast_inputs=jnp.float32)
 def gram_logdet(x: jax.Array) -> jax.Array:

@@ -205,6 +205,14 @@ def test_a_function_closes_over_constants(constant):
     near(gpu(fn)(X), fn(X))
 
 
+def test_a_numpy_array_that_a_function_closes_over_may_change_between_calls():
+    box = {"w": np.eye(4, dtype=np.float32)}
+    fn = gpu(lambda x: x @ box["w"])
+    near(fn(X), X)
+    box["w"] = box["w"] * 5
+    near(fn(X), 5 * X)
+
+
 def test_a_function_without_arrays_gives_what_it_gives():
     assert gpu(lambda: "text")() == "text"
     assert gpu(lambda n: n + 1)(2) == 3

@@ -168,7 +168,7 @@ def test_what_is_said_to_be_refused_is_refused_by_jax(refused):
             "no_gradient": functools.partial(gradient_of, floats),
             "no_vmap": functools.partial(jax.vmap(construct.fn), *batch),
         }[refused]
-        with pytest.raises(Exception):  # noqa: B017, PT011
+        with pytest.raises(Exception):  # noqa: B017
             attempt()
 
 

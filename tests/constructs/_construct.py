@@ -1,4 +1,4 @@
-"""What a construct is: a small program around matmuls or convolutions, and its arguments."""
+"""What a construct is: a small program around a matmul, and its arguments."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
