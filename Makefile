@@ -1,6 +1,6 @@
 # `make train` runs the example, `make test` every check, `make test-slow` the long runs
-# that it leaves out. Each first sets up what it
-# needs in a virtual environment: .venv, or .venv-3.x when PYTHON names another Python.
+# that it leaves out. Each first sets up what it needs in a virtual environment: .venv,
+# or .venv-3.x when PYTHON names another Python.
 
 PYTHON ?= python3
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
