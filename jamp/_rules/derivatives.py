@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -56,20 +56,11 @@ def run_hi_primitive(site: Site) -> list[Value]:
     note(site, inner)
     if not inner.changed:
         return to_values(site.bind(site.arrays), inner.traits)
-    function = _with_rule(site, inner)
-    return to_values(function(*site.arrays), inner.traits)
-
-
-def _with_rule(site: Site, inner: Rewritten) -> Callable[..., tuple[Any, ...]]:
-    """The rewritten function with the rule that the equation has, if it has one."""
-    avals = [var.aval for var in site.eqn.invars]
-    tangents = [aval.to_tangent_aval() for aval in avals]
-    with tracing(site.context.region), suppress(NotImplementedError):
-        jax.eval_shape(lambda p, t: jax.jvp(_call(site), p, t), avals, tangents)
-        return _with_jvp(site, inner)
+    with_rule = _with_vjp
     with suppress(NotImplementedError):
-        return _with_vjp(site, inner)
-    return _primal(site.eqn, inner)
+        _trace_jvp(site)
+        with_rule = _with_jvp
+    return to_values(with_rule(site, inner)(*site.arrays), inner.traits)
 
 
 def run_custom_vmap(site: Site) -> list[Value]:
@@ -154,42 +145,37 @@ def _tangents(
 def _with_vjp(site: Site, inner: Rewritten) -> Callable[..., tuple[Any, ...]]:
     """The rewritten function with the two rules that the equation has."""
     interpreter, eqn, operands, context, _ = site
-    count, forward, backward = _rules(site)
-    differentiable = _differentiable(eqn, count)
+    # Not before it is differentiated: a function need not have rules that work.
+    rules = cache(partial(_rules, site))
 
-    def fwd(*arrays: Any) -> tuple[tuple[Any, ...], list[Any]]:
-        values = _inputs(site, arrays)
+    def fwd(*primals: Any) -> tuple[tuple[Any, ...], list[Any]]:
+        count, forward, _ = rules()
+        if any(primal.perturbed for primal in primals[:count]):
+            # It closes over these operands.
+            raise CustomVJPException
+        values = _inputs(site, [primal.value for primal in primals])
         results = interpreter.run(forward, values, context, Scribe())
         outs = _in_dtypes(results[: len(inner.dtypes)], inner.dtypes)
         return outs, [value.array for value in results[len(inner.dtypes) :]]
 
     def bwd(residuals: list[Any], cotangents: Any) -> tuple[Any, ...]:
-        values = [Value.of(array) for array in (*residuals, *cotangents)]
+        count, _, backward = rules()
+        arrays = (*residuals, *map(_instantiated, cotangents))
+        values = [Value.of(array) for array in arrays]
         results = interpreter.run(backward, values, context, Scribe())
+        differentiable = _differentiable(eqn, count)
         dtypes = [operands[slot].dtype for slot in differentiable]
         found = dict(zip(differentiable, _in_dtypes(results, dtypes), strict=True))
         return tuple(found.get(slot) for slot in range(len(operands)))
 
-    def checked_fwd(*primals: Any) -> tuple[tuple[Any, ...], list[Any]]:
-        if any(primal.perturbed for primal in primals[:count]):
-            raise CustomVJPException
-        return fwd(*(primal.value for primal in primals))
-
-    def instantiated_bwd(residuals: list[Any], cotangents: Any) -> tuple[Any, ...]:
-        return bwd(residuals, jax.tree.map(_instantiated, cotangents))
-
     function = jax.custom_vjp(_primal(eqn, inner))
-    if count:
-        # It closes over its first operands: they have no gradient, as JAX then says.
-        function.defvjp(checked_fwd, instantiated_bwd, symbolic_zeros=True)
-    else:
-        function.defvjp(fwd, bwd)
+    function.defvjp(fwd, bwd, symbolic_zeros=True)
     return function
 
 
 def _instantiated(cotangent: Any) -> Any:
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
-        return jax.numpy.zeros(cotangent.shape, cotangent.dtype)
+        return np.zeros(cotangent.shape, cotangent.dtype)
     return cotangent
 
 
