@@ -134,3 +134,34 @@ def test_what_the_policy_does_not_know_is_reported():
     report = jamp.explain(solvers.by_linear_call, device_type="gpu")(X, W)
     assert [record.primitive for record in report.unknown] == ["linear_call"]
     assert "linear_call (1)" in str(report)
+
+
+def test_a_derivative_rule_is_not_traced_where_nobody_differentiates():
+    @jax.custom_vjp
+    def fn(x):
+        return x @ x
+
+    def backward(residuals, g):
+        raise NotImplementedError("no gradient")
+
+    fn.defvjp(lambda x: (fn(x), None), backward)
+    cast = jamp.autocast(fn, device_type="gpu")
+    assert cast(X).dtype == jnp.float16
+    with pytest.raises(NotImplementedError, match="no gradient"):
+        jax.grad(lambda x: cast(x).astype(jnp.float32).sum())(X)
+
+
+def test_what_a_custom_vjp_function_captures_has_no_gradient_as_in_jax():
+    def fn(x, w):
+        @jax.custom_vjp
+        def product(x):
+            return x @ w
+
+        product.defvjp(lambda x: (product(x), None), lambda _, g: (g,))
+        return product(x)
+
+    def loss(w):
+        return jamp.autocast(lambda x: fn(x, w), device_type="gpu")(X).sum()
+
+    with pytest.raises(Exception, match="closed-over value"):
+        jax.grad(loss)(W)
