@@ -17,6 +17,21 @@ def square() -> tuple[jax.Array, jax.Array]:
     return normal(4, 4), normal(4, 4, seed=1, scale=0.5)
 
 
+def matrix() -> jax.Array:
+    """A 4x4 matrix."""
+    return normal(4, 4)
+
+
+def images() -> jax.Array:
+    """Two 5x5 images of three channels."""
+    return normal(2, 5, 5, 3)
+
+
+def sequences() -> jax.Array:
+    """Two sequences of five steps."""
+    return normal(2, 5, 4)
+
+
 @dataclass(frozen=True)
 class Construct:
     """A program that goes through one construct of JAX or of a library on it.

@@ -7,7 +7,7 @@ import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 
-from ._construct import Construct, normal
+from ._construct import Construct, matrix, normal
 
 KEYS = jax.random.split(jax.random.key(0), 4)
 
@@ -26,10 +26,6 @@ def call(name, make, fn, *inputs, no_gradient=""):
         return fn(eqx.combine(params, parts()[1]), *inputs)
 
     return Construct(f"equinox_{name}", run, arguments, no_gradient=no_gradient)
-
-
-def matrix():
-    return normal(4, 4)
 
 
 def rows():

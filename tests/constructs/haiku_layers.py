@@ -6,7 +6,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
-from ._construct import Construct, normal
+from ._construct import Construct, images, matrix, normal
 
 
 def call(name, fn, *inputs, no_gradient=""):
@@ -22,14 +22,6 @@ def call(name, fn, *inputs, no_gradient=""):
     return Construct(
         f"haiku_{name}", transformed.apply, arguments, no_gradient=no_gradient
     )
-
-
-def matrix():
-    return normal(4, 4)
-
-
-def images():
-    return normal(2, 5, 5, 3)
 
 
 def sequences():

@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from ._construct import Construct, normal
+from ._construct import Construct, images, matrix, normal, sequences
 
 
 def call(name, module, *inputs, mutable=False, key=False, no_gradient="", **options):
@@ -25,18 +25,6 @@ def call(name, module, *inputs, mutable=False, key=False, no_gradient="", **opti
         return module.apply(variables, *inputs, rngs=keys, mutable=mutable, **options)
 
     return Construct(f"linen_{name}", apply, arguments, no_gradient=no_gradient)
-
-
-def matrix():
-    return normal(4, 4)
-
-
-def images():
-    return normal(2, 5, 5, 3)
-
-
-def sequences():
-    return normal(2, 5, 4)
 
 
 def videos():

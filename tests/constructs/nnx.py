@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ._construct import Construct, normal
+from ._construct import Construct, images, matrix, sequences
 
 # What a call may change, keys left out: they cannot be compared as numbers.
 CHANGING = nnx.Any(nnx.BatchStat, nnx.Cache, nnx.Intermediate, nnx.RngCount)
@@ -29,18 +29,6 @@ def call(name, make, *inputs, run=None, no_gradient=""):
         return result, nnx.state(module, CHANGING)
 
     return Construct(f"nnx_{name}", apply, arguments, no_gradient=no_gradient)
-
-
-def matrix():
-    return normal(4, 4)
-
-
-def images():
-    return normal(2, 5, 5, 3)
-
-
-def sequences():
-    return normal(2, 5, 4)
 
 
 def tokens():
