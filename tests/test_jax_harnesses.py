@@ -1,0 +1,167 @@
+"""JAX's own cases of its primitives run under autocast, near what plain JAX gives."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax_harnesses import FLOAT32, HARNESSES, SAMPLE, arguments, plain
+from jaxprs import dtypes, is_float
+
+import jamp
+
+LOW = {"gpu": jnp.float16, "cpu": jnp.bfloat16}
+
+# Roundings of the coarser dtype of the two results.
+ROUNDINGS = 16
+
+# Their results are sums of terms that may be much larger, so that an error is relative
+# to the largest result instead of to each.
+SUMS = ("conv_general_dilated", "dot_general")
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+each_device = pytest.mark.parametrize("device", ["gpu", "cpu"])
+each_group = pytest.mark.parametrize("group", HARNESSES)
+
+
+def product(array):
+    """The array itself, as the result of a matmul if it is in float32."""
+    if array.dtype != FLOAT32:
+        return array
+    return jax.lax.dot_general(array, jnp.ones((), FLOAT32), (((), ()), ((), ())))
+
+
+def rounded(array, low):
+    """The array itself, rounded to 16 bits if it is in float32."""
+    return array.astype(low).astype(FLOAT32) if array.dtype == FLOAT32 else array
+
+
+def runs(harness, device, compiled):
+    """The ways to run a case under autocast, with what plain JAX makes of it."""
+
+    def after_products(*args):
+        return harness.dyn_fun(*map(product, args))
+
+    given = arguments(harness)
+    fn = jamp.autocast(harness.dyn_fun, device_type=device)
+    yield "eager", fn, plain(harness)
+    if compiled:
+        yield "under jit", jax.jit(fn), plain(harness)
+    if any(array.dtype == FLOAT32 for array in given):
+        fn = jamp.autocast(after_products, device_type=device)
+        low = [rounded(array, LOW[device]) for array in given]
+        yield "after products", jax.jit(fn), harness.dyn_fun(*low)
+
+
+def fault(actual, expected, sums=False):
+    """What is wrong with a leaf of a result; None if nothing is."""
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    if actual.shape != expected.shape:
+        return f"shape {actual.shape}, not {expected.shape}"
+    if not is_float(expected) or not is_float(actual):
+        if actual.dtype != expected.dtype:
+            return f"dtype {actual.dtype}, not {expected.dtype}"
+        if not jnp.issubdtype(actual.dtype, jnp.complexfloating):
+            wrong = np.sum(actual != expected)
+            return f"{wrong} of {actual.size} elements differ" if wrong else None
+    eps = max(float(jnp.finfo(x.dtype).eps) for x in (actual, expected))
+    if actual.dtype.itemsize > expected.dtype.itemsize:
+        with np.errstate(over="ignore"):  # infinite where plain JAX overflows
+            actual = actual.astype(expected.dtype)
+    actual, expected = (x.astype(np.complex128) for x in (actual, expected))
+    finite = np.isfinite(expected)
+    if not np.array_equal(actual[~finite], expected[~finite], equal_nan=True):
+        return "another infinity or NaN"
+    actual, expected = actual[finite], expected[finite]
+    if not np.all(np.isfinite(actual)):
+        return "not finite"
+    size = np.abs(expected)
+    size = np.maximum(1, np.max(size, initial=0) if sums else size)
+    off = np.max(np.abs(actual - expected) / size, initial=0) / eps
+    return f"off by {off:.1f} roundings" if off > ROUNDINGS else None
+
+
+def faults(harness, device, compiled):
+    """What is wrong with a case under autocast, in words."""
+    sums = harness.group_name in SUMS
+    given = arguments(harness)
+    for way, fn, expected in runs(harness, device, compiled):
+        where = f"{harness.fullname}, {way}"
+        try:
+            actual = fn(*given)
+            promised = jax.eval_shape(fn, *given)
+        except Exception as error:  # noqa: BLE001 - reported with the others
+            yield f"{where}: {error!r}"
+            continue
+        if jax.tree.structure(actual) != jax.tree.structure(expected):
+            yield f"{where}: another tree"
+            continue
+        if dtypes(actual) != dtypes(promised):
+            yield f"{where}: {dtypes(actual)}, when traced {dtypes(promised)}"
+        pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
+        for what in (fault(*pair, sums) for pair in pairs):
+            if what:
+                yield f"{where}: {what}"
+
+
+def assert_sound(harnesses, device, compiled=False):
+    accepted = [harness for harness in harnesses if plain(harness) is not None]
+    found = [what for h in accepted for what in faults(h, device, compiled)]
+    assert not found, "\n".join(found)
+
+
+@each_device
+@each_group
+def test_a_case_of_each_dtype_is_near_plain_jax(group, device):
+    assert_sound(SAMPLE[group], device)
+
+
+@pytest.mark.slow
+@each_device
+@each_group
+def test_every_case_is_near_plain_jax(group, device):
+    assert_sound(HARNESSES[group], device, compiled=True)
+    jax.clear_caches()  # thousands of programs
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [SAMPLE, pytest.param(HARNESSES, marks=pytest.mark.slow)],
+    ids=["sample", "all"],
+)
+def test_plain_jax_refuses_few_cases(groups):
+    harnesses = [harness for group in groups.values() for harness in group]
+    refused = [harness.fullname for harness in harnesses if plain(harness) is None]
+    assert len(refused) < 0.02 * len(harnesses), refused
+
+
+@each_device
+@pytest.mark.parametrize("shape", [(), (3,), (2, 0)], ids=str)
+def test_a_product_is_the_array_in_16_bits(shape, device):
+    array = np.full(shape, 1.5, np.float32)
+    result = jamp.autocast(product, device_type=device)(array)
+    assert result.dtype == LOW[device]
+    np.testing.assert_array_equal(result.astype(np.float32), array)
+
+
+@pytest.mark.parametrize(
+    ("actual", "said"),
+    [
+        (np.float32([1, 2, np.inf]), None),
+        (np.float16([1, 2, np.inf]), None),
+        (np.float16([1, 2.001, np.inf]), None),
+        (np.float32([1, 2.001, np.inf]), "off by"),
+        (np.float16([1, 2.1, np.inf]), "off by"),
+        (np.float16([1, np.nan, np.inf]), "not finite"),
+        (np.float32([1, 2, -np.inf]), "another infinity"),
+        (np.float32([[1, 2, np.inf]]), "shape"),
+        (np.int32([1, 2, 3]), "dtype"),
+    ],
+)
+def test_a_result_that_is_off_is_found(actual, said):
+    found = fault(actual, np.float32([1, 2, np.inf]))
+    assert (found is None) if said is None else said in found
+
+
+def test_a_wrong_integer_is_found():
+    assert fault(np.int32([1, 2]), np.int32([1, 2])) is None
+    assert "1 of 2" in fault(np.int32([1, 2]), np.int32([1, 3]))
