@@ -85,7 +85,7 @@ def test_scale_keeps_the_structure():
 @pytest.mark.parametrize(
     "leaf",
     ["loss", b"loss", object(), math.sin, 1j, np.array("loss")],
-    ids=str,
+    ids=["string", "bytes", "object", "function", "complex", "array_of_strings"],
 )
 def test_scale_refuses_what_is_no_number(leaf):
     scaler = GradScaler()
