@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from constructs import CONSTRUCTS
+from constructs import CONSTRUCTS, derivatives, loops
 from jaxprs import dtypes, is_float, matmul_dtypes, traced
 
 import jamp
@@ -18,13 +18,30 @@ TOLERANCE = {"gpu": 16 * 2.0**-11, "cpu": 16 * 2.0**-8}
 NAMED = {construct.name: construct for construct in CONSTRUCTS}
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
-each_device = pytest.mark.parametrize("device", ["gpu", "cpu"])
+each_device = pytest.mark.parametrize("device", LOW)
+
+# The whole matrix is a long run. These are in the default one from end to end; of the
+# others it has the gradients on gpu, or what there is without one.
+CORE = (*loops.CONSTRUCTS, *derivatives.CONSTRUCTS)
 
 
-def every(without=lambda construct: ""):
-    """Parametrizes a test by the constructs that nothing speaks against."""
-    names = [c.name for c in CONSTRUCTS if not without(c)]
-    return pytest.mark.parametrize("name", names)
+def every(refused=None):
+    """Parametrizes a test by devices and the constructs that JAX does not refuse.
+
+    Args:
+        refused: The field of `Construct` that says so.
+    """
+    cases = []
+    for construct in CONSTRUCTS:
+        if refused is not None and getattr(construct, refused):
+            continue
+        short = refused == "no_gradient" or (refused is None and construct.no_gradient)
+        for device in LOW:
+            quick = construct in CORE or (short and device == "gpu")
+            marks = () if quick else pytest.mark.slow
+            name = f"{construct.name}-{device}"
+            cases.append(pytest.param(construct.name, device, marks=marks, id=name))
+    return pytest.mark.parametrize(("name", "device"), cases)
 
 
 def cast(fn, device):
@@ -99,7 +116,6 @@ def assert_lowered(program, device, kept=0):
     assert others == [("float32", "float32")] * kept
 
 
-@each_device
 @every()
 def test_it_runs_in_16_bits(name, device):
     construct = NAMED[name]
@@ -109,7 +125,6 @@ def test_it_runs_in_16_bits(name, device):
     assert error(fn(*arguments), expected(name, "value")) < TOLERANCE[device]
 
 
-@each_device
 @every()
 def test_a_jit_outside_changes_nothing(name, device):
     construct = NAMED[name]
@@ -120,8 +135,7 @@ def test_a_jit_outside_changes_nothing(name, device):
     assert error(result, expected(name, "value")) < TOLERANCE[device]
 
 
-@each_device
-@every(lambda construct: construct.no_gradient)
+@every("no_gradient")
 def test_its_gradient_runs_in_16_bits(name, device):
     construct = NAMED[name]
     fn, floats = gradient(cast(construct.fn, device), construct)
@@ -131,8 +145,7 @@ def test_its_gradient_runs_in_16_bits(name, device):
     assert error(actual, expected(name, "gradient")) < TOLERANCE[device]
 
 
-@each_device
-@every(lambda construct: construct.no_vmap)
+@every("no_vmap")
 def test_a_vmap_outside_batches_it(name, device):
     construct = NAMED[name]
     arguments = construct.arguments()
@@ -144,7 +157,7 @@ def test_a_vmap_outside_batches_it(name, device):
     assert error(actual, expected(name, "batch")) < TOLERANCE[device]
 
 
-@every()
+@pytest.mark.parametrize("name", NAMED)
 def test_a_disabled_region_holds_inside_it(name):
     construct = NAMED[name]
 
