@@ -49,7 +49,7 @@ class _Transformed:
         traced = self._traced.get(key) if key is not None else None
         if traced is None:
             traced = trace(fn, self._options, args, kwargs)
-            if any(is_array(const) for const in traced.program.consts):
+            if any(isinstance(const, jax.Array) for const in traced.program.consts):
                 # It closes over arrays, which may be others at the next call, as the
                 # parameters of a module are after an update.
                 key = None
