@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 import jamp
 import jamp.pallas_kernels
+from jamp.pallas_kernels.unscale import backends
 
 for name in ("policies", "pallas_kernels"):
     if importlib.util.find_spec(name) is not None:
@@ -14,6 +15,8 @@ for name in ("policies", "pallas_kernels"):
 
 for name in ("gpu", "cpu", "tpu"):
     jamp.Policy.load(name)
+
+backends.measured()
 
 matrix = jnp.ones((4, 4), jnp.float32)
 product = jax.jit(jamp.autocast(jnp.matmul, device_type="cpu"))(matrix, matrix)

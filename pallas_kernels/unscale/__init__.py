@@ -2,57 +2,138 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jamp.pallas_kernels.unscale import reference
-
-_IMPLEMENTATIONS = ("auto", "xla")
+from jamp.pallas_kernels.unscale.backends import IMPLEMENTATIONS, backend, fastest
+from jamp.pallas_kernels.unscale.launches import Findings, Request
+from jamp.pallas_kernels.unscale.partitioning import on_shards
 
 
 def unscale_and_check(
-    tree: Any, inv_scale: Any, *, implementation: str = "auto"
-) -> tuple[Any, jax.Array]:
+    tree: Any,
+    inv_scale: Any,
+    *,
+    sum_of_squares: bool = False,
+    implementation: str = "auto",
+) -> tuple[Any, ...]:
     """Multiplies every gradient by the inverse of the loss scale and checks them all.
+
+    Each gradient is read once and written once, in place where its buffer is free to be
+    overwritten. Sharded arrays keep their shardings, and only the findings cross
+    devices; inside `jax.shard_map` the findings are those of the device's own shards.
 
     Args:
       tree: a pytree of arrays. Floating and complex leaves are multiplied in at least
         float32 and rounded back to their dtype; others pass through.
       inv_scale: the inverse of the loss scale, float32[].
-      implementation: `'xla'` for plain JAX, `'auto'` for what is fastest here.
+      sum_of_squares: whether to return the sum of squares of all gradients too, the
+        square of `optax.tree.norm`.
+      implementation: `'xla'` for plain JAX; `'triton'` or `'mosaic_gpu'` for a Pallas
+        kernel, which takes float32, float16 and bfloat16 and leaves the rest to XLA;
+        `'auto'` for what was measured to be the fastest on this kind of device.
 
     Returns:
       The tree unscaled, and a bool[] that is True where a leaf holds an inf or a NaN,
-      before or after.
+      before or after. With `sum_of_squares` also that sum, float32[] (float64[] if a
+      leaf is float64 or complex128).
 
     Raises:
       ValueError: an unknown implementation.
+      NotImplementedError: the implementation can't run here; with every reason.
     """
-    _check(implementation)
-    return reference.unscale_and_check(tree, inv_scale)
+    scale = jnp.asarray(inv_scale, jnp.float32)
+    leaves, treedef = jax.tree.flatten(tree)
+    request = Request(squares=sum_of_squares)
+    unscaled, findings = _run(leaves, scale, request, implementation)
+    found = (jax.tree.unflatten(treedef, unscaled), findings.not_finite > 0)
+    return (*found, findings.squares) if sum_of_squares else found
 
 
 def all_finite(tree: Any, *, implementation: str = "auto") -> jax.Array:
     """Checks whether a tree holds neither an inf nor a NaN.
 
+    Reads every leaf once and writes none; for steps that unscale in the optimizer.
+
     Args:
       tree: a pytree of arrays; only floating and complex leaves matter.
-      implementation: `'xla'` for plain JAX, `'auto'` for what is fastest here.
+      implementation: as for `unscale_and_check`.
 
     Returns:
       A bool[].
 
     Raises:
       ValueError: an unknown implementation.
+      NotImplementedError: the implementation can't run here; with every reason.
     """
-    _check(implementation)
-    return reference.all_finite(tree)
+    request = Request(unscale=False)
+    one = jnp.ones((), jnp.float32)
+    _, findings = _run(jax.tree.leaves(tree), one, request, implementation)
+    return jnp.asarray(findings.not_finite == 0)
 
 
-def _check(implementation: str) -> None:
-    if implementation not in _IMPLEMENTATIONS:
+def _run(
+    leaves: list[Any], inv_scale: jax.Array, request: Request, implementation: str
+) -> tuple[list[Any], Findings]:
+    if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"unknown implementation {implementation!r}; known are "
-            f"{', '.join(_IMPLEMENTATIONS)}"
+            f"{', '.join(IMPLEMENTATIONS)}"
         )
+    numbers = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    chosen = fastest(numbers) if implementation == "auto" else implementation
+    module = backend(chosen)
+    takes = [module is not None and module.takes(leaf) for leaf in numbers]
+    taken = [leaf for leaf, take in zip(numbers, takes, strict=True) if take]
+    others = [leaf for leaf, take in zip(numbers, takes, strict=True) if not take]
+    unscaled, findings = reference.run(others, inv_scale, request)
+    if taken:
+        by_kernel, more = with_kernel(module, taken, inv_scale, request)
+        findings = jax.tree.map(jnp.add, findings, more)
+    else:
+        by_kernel = []
+    if not request.unscale:
+        return [], findings
+    sources = {True: iter(by_kernel), False: iter(unscaled)}
+    results = iter([next(sources[take]) for take in takes])
+    return [
+        next(results) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf
+        for leaf in leaves
+    ], findings
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def with_kernel(
+    module: Any, leaves: Sequence[jax.Array], inv_scale: jax.Array, request: Request
+) -> tuple[list[jax.Array], Findings]:
+    """Runs a kernel on leaves that it takes.
+
+    Under `jax.vmap` and where it is differentiated, the reference runs instead.
+    """
+
+    def kernel(leaves: Any, inv_scale: Any, replicas: Any) -> Any:
+        return module.run(leaves, inv_scale, request, replicas)
+
+    def plain(leaves: Any, inv_scale: Any) -> Any:
+        return reference.run(leaves, inv_scale, request)
+
+    def batch(size: int, batched: Any, *args: Any) -> Any:
+        del size
+        axes = jax.tree.map(lambda flag: 0 if flag else None, tuple(batched))
+        results = jax.vmap(plain, in_axes=axes)(*args)
+        return results, jax.tree.map(lambda _: True, results)
+
+    @jax.custom_batching.custom_vmap
+    def run(leaves: Any, inv_scale: Any) -> Any:
+        return on_shards(kernel, leaves, inv_scale, request.unscale)
+
+    run.def_vmap(batch)
+    differentiable = jax.custom_jvp(run)
+    differentiable.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
+    outputs, findings = differentiable(list(leaves), inv_scale)
+    return outputs, findings

@@ -1,34 +1,42 @@
-"""The reference in plain JAX, which XLA compiles for every backend."""
+"""The reference in plain JAX, which XLA compiles for every device."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
+from jamp.pallas_kernels.unscale.launches import Findings, Request
 
-def unscale_and_check(tree: Any, inv_scale: Any) -> tuple[Any, jax.Array]:
-    """Unscales a tree; see `jamp.pallas_kernels.unscale_and_check`."""
-    unscaled = jax.tree.map(lambda leaf: _unscaled(leaf, inv_scale), tree)
+
+def run(
+    leaves: Sequence[jax.Array], inv_scale: jax.Array, request: Request
+) -> tuple[list[jax.Array], Findings]:
+    """Unscales and checks leaves of any inexact dtype.
+
+    Args:
+      leaves: arrays of any shape.
+      inv_scale: the inverse of the loss scale, float32[].
+      request: what to do.
+
+    Returns:
+      The leaves unscaled (an empty list if that is not requested), and the findings.
+    """
+    outputs = []
+    if request.unscale:
+        # In at least float32; not promoted, as float8 has no implicit promotion.
+        outputs = [(_wide(leaf) * inv_scale).astype(leaf.dtype) for leaf in leaves]
     # What is not finite before is not finite after either: inf * 0 is NaN.
-    return unscaled, ~all_finite(unscaled)
+    read = outputs if request.unscale else leaves
+    not_finite = [~jnp.isfinite(leaf).all() for leaf in read]
+    squares = jnp.zeros((), jnp.float32)
+    if request.squares:
+        for leaf in read:
+            squares = squares + jnp.sum(jnp.square(jnp.abs(_wide(leaf))))
+    found = jnp.stack(not_finite).any() if not_finite else jnp.array(False)
+    return outputs, Findings(found.astype(jnp.float32), squares)
 
 
-def all_finite(tree: Any) -> jax.Array:
-    """Checks a tree; see `jamp.pallas_kernels.all_finite`."""
-    flags = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree) if _is(leaf)]
-    return jnp.stack(flags).all() if flags else jnp.array(True)
-
-
-def _unscaled(leaf: Any, inv_scale: Any) -> Any:
-    if not _is(leaf):
-        return leaf
-    # Not promoted: float8 has no implicit promotion.
-    wide = leaf.dtype if leaf.dtype.itemsize >= 4 else jnp.float32
-    return (leaf.astype(wide) * jnp.asarray(inv_scale, jnp.float32)).astype(leaf.dtype)
-
-
-def _is(leaf: Any) -> bool:
-    """Whether a leaf holds numbers that may be infinite."""
-    return jnp.issubdtype(leaf.dtype, jnp.inexact)
+def _wide(leaf: jax.Array) -> jax.Array:
+    return leaf if leaf.dtype.itemsize >= 4 else leaf.astype(jnp.float32)

@@ -1,0 +1,63 @@
+"""Compiles for an NVIDIA H200 where there is none, to read what XLA makes of a program.
+
+XLA's compiler for GPUs needs the CUDA wheels of JAX (`jax[cuda13]`) but no GPU:
+this tells how many kernels a program becomes, what it converts and how much memory it
+needs, though not how long it takes. Without a card nothing is tuned: which algorithm
+runs a matrix product is a guess of the compiler's.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+# The wheels may be newer than the driver, which there is none of; and a GPU that the
+# machine has after all is not to be asked.
+os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: 150000000000
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 12 }
+runtime_version { major: 13 minor: 0 patch: 0 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+def compile_for_h200(
+    fn: Callable[..., Any], *args: Any, donate: Sequence[int] = ()
+) -> jax.stages.Compiled:
+    """Compiles a function of arrays, or of their shapes and dtypes, for one H200."""
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=H200, topology="1x1x1", topology_name="h200"
+    )
+    mesh = topologies.make_mesh(topology, (1,), ("gpus",))
+    here = NamedSharding(mesh, PartitionSpec())
+    step = jax.jit(fn, in_shardings=here, out_shardings=here, donate_argnums=donate)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = step.trace(*shapes).lower(lowering_platforms=("cuda",))
+    return lowered.compile()

@@ -1,0 +1,104 @@
+"""Which implementation runs: the one asked for, or the fastest that was measured."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import warnings
+from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import jax
+
+from jamp.pallas_kernels.unscale import partitioning
+
+IMPLEMENTATIONS = ("auto", "xla", "triton", "mosaic_gpu")
+
+
+def backend(implementation: str) -> Any:
+    """The module of a kernel, or None for `'xla'`.
+
+    Raises:
+      NotImplementedError: it can't run here, with every reason.
+    """
+    if implementation == "xla":
+        return None
+    reasons = why_not(implementation)
+    if reasons:
+        raise NotImplementedError(
+            f"implementation {implementation!r} can't run here: {'; '.join(reasons)}. "
+            "'auto' and 'xla' run everywhere"
+        )
+    return load(implementation)
+
+
+def load(implementation: str) -> Any:
+    """The module of a kernel, whether or not it can run here.
+
+    Raises:
+      ImportError: this JAX lacks what it is written in.
+    """
+    with warnings.catch_warnings():
+        # JAX announces the end of its Triton backend at every import.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return importlib.import_module(f"jamp.pallas_kernels.unscale.{implementation}")
+
+
+def why_not(implementation: str) -> list[str]:
+    """Why a kernel can't run on the default device and this mesh; empty if it can."""
+    reasons = partitioning.why_not()
+    try:
+        module = load(implementation)
+    except ImportError as error:
+        reasons.append(f"JAX {jax.__version__} lacks what it takes ({error})")
+        module = None
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        reasons.append(f"it needs an NVIDIA GPU, and the default device is {device}")
+        return reasons
+    capability = getattr(device, "compute_capability", None)
+    if capability is None or not str(capability)[0].isdigit():
+        reasons.append(f"{device.device_kind} is not an NVIDIA GPU")
+    elif module and float(capability) < module.MINIMUM_CAPABILITY:
+        reasons.append(
+            f"it needs compute capability {module.MINIMUM_CAPABILITY}, and "
+            f"{device.device_kind} has {capability}"
+        )
+    return reasons
+
+
+def fastest(leaves: list[Any]) -> str:
+    """What was measured to be the fastest for leaves of this size on this device.
+
+    Returns:
+      An implementation that can run here; `'xla'` where nothing was measured.
+    """
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        return "xla"
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    best = nearest(measured()["fastest"].get(device.device_kind, ()), size)
+    return "xla" if best != "xla" and why_not(best) else best
+
+
+def nearest(table: Sequence[tuple[int, str]], size: int) -> str:
+    """The implementation beside the nearest size of a table, by ratio.
+
+    Args:
+      table: sizes in bytes, and what was the fastest for each.
+      size: the size asked for, in bytes.
+
+    Returns:
+      `'xla'` for an empty table.
+    """
+    rows = [(abs(math.log(max(1, size) / row)), best) for row, best in table]
+    return min(rows)[1] if rows else "xla"
+
+
+@cache
+def measured() -> dict[str, Any]:
+    text = files(__package__).joinpath("measured.json").read_text(encoding="utf-8")
+    return dict(json.loads(text))

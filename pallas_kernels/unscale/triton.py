@@ -1,0 +1,113 @@
+"""The kernel in Pallas for Triton, for NVIDIA GPUs from Ampere on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from jamp.pallas_kernels.unscale.launches import (
+    Findings,
+    Launch,
+    Request,
+    fits,
+    plan,
+    run_all,
+    varying,
+)
+
+MINIMUM_CAPABILITY = 8.0
+
+# Elements of a tile and warps of its program: 16 elements a thread, so that several
+# loads of 16 bytes are under way at once.
+TILE, WARPS = 4096, 8
+# Each leaf of a launch has two branches of its own in the kernel.
+MOST_LEAVES = 64
+
+
+def takes(leaf: jax.Array) -> bool:
+    """Whether the kernel can take this leaf."""
+    return fits(leaf)
+
+
+def run(
+    leaves: Sequence[jax.Array],
+    inv_scale: jax.Array,
+    request: Request,
+    replicas: Sequence[int],
+) -> tuple[list[jax.Array], Findings]:
+    """Unscales and checks leaves that the kernel takes.
+
+    Args:
+      leaves: arrays of any shape, overwritten where XLA lets them be.
+      inv_scale: the inverse of the loss scale, float32[].
+      request: what to do.
+      replicas: for every leaf, how many devices hold the same shard of it.
+
+    Returns:
+      The leaves unscaled (an empty list if that is not requested), and the findings.
+    """
+
+    def call(launch: Launch, leaves: list[jax.Array]) -> Any:
+        def shape(size: int, dtype: Any, *varied_by: jax.Array) -> Any:
+            kind = varying(inv_scale, *varied_by)
+            return jax.ShapeDtypeStruct((size,), dtype, manual_axis_type=kind)
+
+        flat = [leaf.reshape(-1) for leaf in leaves]
+        written = flat if request.unscale else []
+        sums = shape(launch.programs, jnp.float32, *leaves)
+        results = pl.pallas_call(
+            _kernel(launch, request),
+            grid=(launch.programs,),
+            out_shape=[
+                *(shape(leaf.size, leaf.dtype, leaf) for leaf in written),
+                *[sums] * (1 + request.squares),
+            ],
+            input_output_aliases={k + 1: k for k in range(len(written))},
+            compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
+            interpret=request.interpret,
+            name="unscale_and_check" if request.unscale else "all_finite",
+        )(inv_scale.reshape(1), *flat)
+        return results[: len(written)], results[len(written) :]
+
+    return run_all(plan(leaves, replicas, TILE, MOST_LEAVES), leaves, call)
+
+
+def _kernel(launch: Launch, request: Request) -> Any:
+    count = len(launch.leaves)
+
+    def kernel(scale_ref: Any, *refs: Any) -> None:
+        inputs, outputs = refs[:count], refs[count:]
+        sums = outputs[count * request.unscale :]
+        program = pl.program_id(0)
+
+        def place(k: int, tile: Any) -> tuple[Any, Any]:
+            index = tile * launch.tile + jnp.arange(launch.tile)
+            return index, index < launch.sizes[k]
+
+        def read(k: int, tile: Any) -> Any:
+            index, inside = place(k, tile)
+            return plgpu.load(inputs[k].at[index], mask=inside, other=0)
+
+        # Only what differs from leaf to leaf is in the branches.
+        value = launch.dispatch(program, read)
+        if request.unscale:
+            value = (value.astype(jnp.float32) * scale_ref[0]).astype(value.dtype)
+
+            def write(k: int, tile: Any) -> None:
+                index, inside = place(k, tile)
+                plgpu.store(outputs[k].at[index], value, mask=inside)
+
+            launch.dispatch(program, write)
+        value = value.astype(jnp.float32)
+        # False for a NaN too.
+        finite = jnp.abs(value) < jnp.inf
+        sums[0][program] = jnp.max(jnp.where(finite, 0.0, 1.0))
+        if request.squares:
+            sums[1][program] = jnp.sum(value * value) * launch.share
+
+    return kernel

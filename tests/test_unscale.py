@@ -1,0 +1,179 @@
+"""Unscaling at its public surface: choice of a kernel, dtypes, donation, shards."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jamp
+from jamp.pallas_kernels import all_finite, unscale_and_check
+from jamp.pallas_kernels.unscale import backends, reference, with_kernel
+from jamp.pallas_kernels.unscale.launches import Request
+from jamp.pallas_kernels.unscale.shapes import mixed
+
+ON_CPU = Request(interpret=True, squares=True)
+
+
+def test_every_dtype_keeps_its_own_and_others_pass_through():
+    tree = {
+        "bfloat16": jnp.ones(3, jnp.bfloat16),
+        "float8": jnp.ones(3, ml_dtypes.float8_e5m2),
+        "complex": jnp.ones(3, jnp.complex64),
+        "integer": jnp.arange(3),
+        "empty": jnp.zeros((0, 4)),
+        "nothing": None,
+    }
+    with jax.enable_x64(True):
+        tree["float64"] = jnp.full(3, 1 / 3, jnp.float64)
+        unscaled, found, squares = unscale_and_check(tree, 0.5, sum_of_squares=True)
+        assert squares.dtype == jnp.float64
+        assert unscaled["float64"][0] == 1 / 6
+    dtypes = jax.tree.map(lambda leaf: leaf.dtype, tree)
+    assert jax.tree.map(lambda leaf: leaf.dtype, unscaled) == dtypes
+    np.testing.assert_array_equal(unscaled["integer"], [0, 1, 2])
+    assert not found
+    np.testing.assert_allclose(squares, 3 * (3 * 0.25 + 1 / 36))
+
+
+def test_the_sum_of_squares_is_that_of_the_norm_that_optax_takes():
+    grads = {"w": jnp.arange(12.0).reshape(3, 4), "b": jnp.ones(4, jnp.bfloat16)}
+    unscaled, _, squares = unscale_and_check(grads, 0.5, sum_of_squares=True)
+    np.testing.assert_allclose(jnp.sqrt(squares), optax.tree.norm(unscaled))
+
+
+def test_donated_gradients_are_overwritten_in_place():
+    grads = [jnp.ones((64, 64)), jnp.ones(17, jnp.bfloat16)]
+    step = jax.jit(lambda grads: unscale_and_check(grads, 0.5), donate_argnums=0)
+    memory = step.lower(grads).compile().memory_analysis()
+    assert memory.alias_size_in_bytes == 64 * 64 * 4 + 17 * 2
+
+
+def test_a_kernel_that_cannot_run_here_says_why():
+    with pytest.raises(NotImplementedError, match=r"needs an NVIDIA GPU.*'auto' and"):
+        unscale_and_check({"w": jnp.ones(3)}, 1.0, implementation="triton")
+    with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU"):
+        all_finite({"w": jnp.ones(3)}, implementation="mosaic_gpu")
+
+
+def test_the_fastest_is_that_of_the_nearest_measured_size():
+    table = [(2**20, "xla"), (2**26, "triton"), (2**30, "mosaic_gpu")]
+    assert backends.nearest(table, 0) == "xla"
+    assert backends.nearest(table, 2**22) == "xla"
+    assert backends.nearest(table, 2**24) == "triton"
+    assert backends.nearest(table, 2**40) == "mosaic_gpu"
+    assert backends.nearest([], 2**20) == "xla"
+
+
+def test_the_scaler_finds_what_the_reference_finds():
+    grads = {"w": jnp.array([1.0, jnp.inf]), "b": jnp.ones(2)}
+    scaler = jamp.GradScaler()
+    _, found = scaler.unscale(scaler.init(), grads)
+    assert found
+
+
+def mesh(kind):
+    return jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind, kind))
+
+
+def sharded(mesh, poison=None):
+    """Leaves whole on every device, halved, and cut in eight."""
+    leaves = [
+        jnp.asarray(np.random.default_rng(0).standard_normal(shape), dtype)
+        for shape in [(48,), (8, 24), (16, 8, 4)]
+        for dtype in (jnp.float32, jnp.float16)
+    ]
+    if poison is not None:
+        leaves[-1] = leaves[-1].at[-1, -1, -1].set(poison)
+    specs = {1: P(), 2: P("x", None), 3: P("x", "y")}
+    return [
+        jax.device_put(leaf, NamedSharding(mesh, specs[leaf.ndim])) for leaf in leaves
+    ]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("poison", [None, np.inf])
+def test_each_device_unscales_its_own_shards_and_only_findings_travel(kind, poison):
+    kernel = backends.load("triton")
+    explicit = kind == AxisType.Explicit
+    with jax.set_mesh(mesh(kind)) if explicit else contextlib.nullcontext():
+        leaves = sharded(mesh(kind), poison)
+        compiled = with_kernel.lower(kernel, leaves, jnp.float32(0.3), ON_CPU).compile()
+        unscaled, findings = compiled(leaves, jnp.float32(0.3))
+        expected, found = reference.run(leaves, jnp.float32(0.3), ON_CPU)
+    text = compiled.as_text()
+    assert not any(word in text for word in ("all-gather", "all-to-all", "permute"))
+    assert " all-reduce(" in text
+    for leaf, result, value in zip(leaves, unscaled, expected, strict=True):
+        assert result.sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
+        np.testing.assert_array_equal(result, value)
+    assert (findings.not_finite > 0) == (poison is not None) == (found.not_finite > 0)
+    np.testing.assert_allclose(findings.squares, found.squares, rtol=1e-6)
+
+
+def test_the_reference_keeps_shards_where_they_are_too():
+    leaves = sharded(mesh(AxisType.Auto))
+    compiled = jax.jit(unscale_and_check).lower(leaves, 0.3).compile()
+    text = compiled.as_text()
+    assert not any(word in text for word in ("all-gather", "all-to-all", "permute"))
+
+
+def test_inside_a_shard_map_the_findings_are_those_of_the_shard():
+    kernel = backends.load("triton")
+    leaf = jnp.ones((4, 64)).at[2, 5].set(jnp.nan)
+
+    def local(leaf):
+        (unscaled,), findings = with_kernel(kernel, [leaf], jnp.float32(0.5), ON_CPU)
+        return unscaled, findings.not_finite[None]
+
+    mapped = jax.shard_map(
+        local,
+        mesh=mesh(AxisType.Auto),
+        in_specs=P("x"),
+        out_specs=P("x"),
+        check_vma=False,  # interpret mode can't be checked
+    )
+    unscaled, not_finite = jax.jit(mapped)(leaf)
+    np.testing.assert_array_equal(unscaled, leaf * 0.5)
+    np.testing.assert_array_equal(not_finite, [0, 0, 1, 0])
+
+
+def test_a_mesh_of_several_types_of_axes_is_refused_with_its_types():
+    kinds = (AxisType.Auto, AxisType.Explicit)
+    with jax.set_mesh(jax.make_mesh((4, 2), ("x", "y"), axis_types=kinds)):
+        with pytest.raises(NotImplementedError, match="several types"):
+            unscale_and_check([jnp.ones(8)], 1.0, implementation="triton")
+        unscale_and_check([jnp.ones(8)], 1.0)
+
+
+def test_leaves_that_no_kernel_takes_are_done_by_xla_in_the_same_call(monkeypatch):
+    kernel = backends.load("triton")
+    calls = []
+
+    def run(leaves, inv_scale, request, replicas):
+        calls.append(len(leaves))
+        outputs, findings = reference.run(leaves, inv_scale, request)
+        return outputs, findings
+
+    monkeypatch.setattr(kernel, "run", run)
+    monkeypatch.setattr(backends, "why_not", lambda implementation: [])
+    leaves = [jnp.full(leaf.shape, 2, leaf.dtype) for leaf in mixed().values()]
+    unscaled, found = unscale_and_check(leaves, 0.5, implementation="triton")
+    assert calls == [sum(kernel.takes(leaf) for leaf in leaves)]
+    assert 0 < calls[0] < len(leaves)
+    assert not found
+    for leaf, result in zip(leaves, unscaled, strict=True):
+        np.testing.assert_array_equal(
+            np.asarray(result, np.complex64), np.ones(leaf.shape, np.complex64)
+        )
+
+
+def test_what_was_measured_names_implementations_by_size():
+    for table in backends.measured()["fastest"].values():
+        assert table == sorted(table)
+        assert {best for _, best in table} <= set(backends.IMPLEMENTATIONS)

@@ -1,0 +1,208 @@
+"""The kernels that unscale and check gradients: the same bits as plain JAX gives."""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jamp.pallas_kernels.unscale import backends, reference, shapes, with_kernel
+from jamp.pallas_kernels.unscale.launches import Request
+
+pytestmark = [
+    pytest.mark.usefixtures("fast_compilation"),
+    # At every compilation JAX announces the end of its Triton backend.
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
+]
+
+KERNELS = ("triton", "mosaic_gpu")
+INV_SCALE = np.float32(1 / 1536)
+# The largest float16, the smallest normal and a denormal of float32, of float16 and of
+# bfloat16, zeros of both signs.
+NUMBERS = (65504.0, -65504.0, 1.2e-38, 1e-40, 6.1e-5, 6e-8, 9e-41, 0.0, -0.0, 3e38)
+DTYPES = (jnp.float32, jnp.float16, jnp.bfloat16)
+
+
+@pytest.fixture(params=KERNELS)
+def kernel(request):
+    return load(request.param)
+
+
+def load(name):
+    try:
+        return backends.load(name)
+    except ImportError as reason:
+        pytest.skip(str(reason))
+
+
+def run(kernel, leaves, inv_scale=INV_SCALE, **options):
+    """Runs a kernel in interpret mode, on the leaves that it takes."""
+    request = Request(interpret=True, **options)
+    taken = [leaf for leaf in leaves if kernel.takes(leaf)]
+    return taken, *compiled(kernel, taken, jnp.float32(inv_scale), request)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def compiled(kernel, leaves, inv_scale, request):
+    return kernel.run(leaves, inv_scale, request, [1] * len(leaves))
+
+
+compiled_reference = jax.jit(reference.run, static_argnums=2)
+
+
+def bits(array):
+    return np.asarray(array).tobytes()
+
+
+def filled(tree, seed=0):
+    """Random arrays for a tree, with awkward numbers in them."""
+    rng = np.random.default_rng(seed)
+    leaves = []
+    for leaf in jax.tree.leaves(tree):
+        array = rng.standard_normal(leaf.shape) * 100
+        awkward = rng.random(leaf.shape) < 0.05
+        array = np.where(awkward, rng.choice(NUMBERS[:-1], leaf.shape), array)
+        leaves.append(jnp.asarray(array.astype(leaf.dtype)))
+    return leaves
+
+
+def assert_as_reference(kernel, leaves, inv_scale=INV_SCALE):
+    taken, unscaled, findings = run(kernel, leaves, inv_scale)
+    expected, found = compiled_reference(taken, jnp.float32(inv_scale), Request())
+    assert [bits(leaf) for leaf in unscaled] == [bits(leaf) for leaf in expected]
+    assert [leaf.shape for leaf in unscaled] == [leaf.shape for leaf in taken]
+    assert (findings.not_finite > 0) == (found.not_finite > 0)
+    return findings
+
+
+@pytest.mark.parametrize("case", shapes.SMALL)
+def test_leaves_of_every_shape_come_out_bit_for_bit(kernel, case):
+    leaves = filled(shapes.SMALL[case]())
+    findings = assert_as_reference(kernel, leaves)
+    assert findings.not_finite == 0
+    assert any(kernel.takes(leaf) for leaf in leaves)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_awkward_numbers_come_out_bit_for_bit(kernel, dtype):
+    with np.errstate(over="ignore"):
+        numbers = np.resize(np.asarray(NUMBERS, np.float32), 128).astype(dtype)
+    assert_as_reference(kernel, [jnp.asarray(numbers)])
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("leaf", [0, 36, -1], ids=["first", "middle", "last"])
+def test_one_number_that_is_not_finite_is_found_anywhere(kernel, value, leaf):
+    leaves = filled(shapes.large_and_tiny())
+    leaves = [x for x in leaves if kernel.takes(x)]
+    for position in (0, leaves[leaf].size // 2, -1):
+        poisoned = list(leaves)
+        poisoned[leaf] = (
+            leaves[leaf].ravel().at[position].set(value).reshape(leaves[leaf].shape)
+        )
+        for options in ({}, {"unscale": False}):
+            assert run(kernel, poisoned, **options)[-1].not_finite > 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_overflows_by_unscaling_is_found(kernel, dtype):
+    largest = float(jnp.finfo(dtype).max)
+    leaves = [jnp.full(64, largest, dtype)]
+    assert run(kernel, leaves, inv_scale=1.0)[-1].not_finite == 0
+    assert run(kernel, leaves, inv_scale=4.0)[-1].not_finite > 0
+    assert_as_reference(kernel, leaves, inv_scale=4.0)
+
+
+def test_the_check_alone_reads_and_writes_nothing(kernel):
+    _, unscaled, findings = run(kernel, filled(shapes.large_and_tiny()), unscale=False)
+    assert unscaled == []
+    assert findings.not_finite == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_sum_of_squares_is_that_of_the_unscaled_gradients(kernel, dtype):
+    rng = np.random.default_rng(0)
+    sizes = [(300, 64), (64,), (70, 128)]
+    leaves = [jnp.asarray(rng.standard_normal(size), dtype) for size in sizes]
+    _, unscaled, findings = run(kernel, leaves, inv_scale=0.5, squares=True)
+    exact = sum(np.sum(np.asarray(leaf, np.float64) ** 2) for leaf in unscaled)
+    count = sum(leaf.size for leaf in leaves)
+    rounding = np.sqrt(count) * np.finfo(np.float32).eps
+    np.testing.assert_allclose(findings.squares, exact, rtol=rounding)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 9000), min_size=1, max_size=5),
+    dtype=st.sampled_from(DTYPES),
+    poison=st.sampled_from([None, np.inf, np.nan]),
+    seed=st.integers(0, 2**16),
+)
+def test_random_trees_come_out_bit_for_bit(sizes, dtype, poison, seed):
+    tree = [jax.ShapeDtypeStruct((size,), dtype) for size in sizes]
+    leaves = filled(tree, seed)
+    if poison is not None:
+        leaf = seed % len(leaves)
+        leaves[leaf] = leaves[leaf].at[seed % sizes[leaf]].set(poison)
+    assert_as_reference(backends.load("triton"), leaves)
+
+
+@contextlib.contextmanager
+def hopper():
+    """JAX from 0.11 on asks what to compile for; 0.10 assumes a GPU of Hopper."""
+    if not hasattr(jax.sharding, "AbstractDevice"):
+        yield
+        return
+    device = jax.sharding.AbstractDevice("NVIDIA H100", 132, "gpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("gpus",), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        yield
+
+
+def lowered(kernel, tree, **options):
+    """The program that a kernel makes for a GPU, as text."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if kernel.takes(leaf)]
+    request, replicas = Request(**options), [1] * len(leaves)
+    step = jax.jit(
+        lambda leaves, scale: kernel.run(leaves, scale, request, replicas),
+        donate_argnums=0 if request.unscale else (),
+    )
+    scale = jax.ShapeDtypeStruct((), jnp.float32)
+    with hopper():
+        return step.trace(leaves, scale).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"squares": True}, {"unscale": False}], ids=str
+)
+def test_the_kernels_lower_for_a_gpu_where_there_is_none(kernel, options):
+    text = lowered(kernel, shapes.mixed(), **options)
+    # A launch for each dtype.
+    assert text.count("stablehlo.custom_call @") == 3
+
+
+@pytest.mark.parametrize(("name", "launches"), [("triton", 3), ("mosaic_gpu", 10)])
+def test_the_gradients_of_a_gpt2_take_few_launches_in_place(name, launches):
+    tree = shapes.gpt2()
+    text = lowered(load(name), tree)
+    assert text.count("stablehlo.custom_call @") == launches
+    assert text.count("stablehlo.output_operand_alias") == len(tree)
+
+
+def test_the_kernel_gives_way_to_plain_jax_under_vmap_and_grad():
+    triton = load("triton")
+    request = Request(interpret=True, squares=True)
+    leaves = [jnp.arange(1.0, 65.0).reshape(4, 16)]
+
+    def unscaled(leaves, scale):
+        return with_kernel(triton, leaves, scale, request)
+
+    batched, findings = jax.vmap(unscaled, in_axes=(0, None))(leaves, 0.5)
+    np.testing.assert_array_equal(batched[0], leaves[0] * 0.5)
+    assert findings.squares.shape == (4,)
+    gradient = jax.grad(lambda x: unscaled(x, 0.5)[1].squares)(leaves)
+    np.testing.assert_allclose(gradient[0], 2 * 0.25 * leaves[0], rtol=1e-6)
