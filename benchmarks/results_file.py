@@ -3,31 +3,66 @@
 import json
 import os
 import platform
-from importlib.metadata import version
+import re
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import jax
 
+import jamp
+
 RESULTS = Path(__file__).parent / "results"
+CPU_INFO = Path("/proc/cpuinfo")
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "torch", "jmp", "jaxamp")
 
 
 def write_results(name: str, figures: dict[str, Any]) -> Path:
     """Writes `results/NAME-DEVICE-jaxVERSION.json` and returns its path."""
     device = jax.devices()[0]
-    environment = {
-        "device": device.device_kind,
-        "cores": os.cpu_count(),
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-        "versions": {
-            package: version(package)
-            for package in ("jax", "jaxlib", "flax", "optax", "jamp-jax")
-        },
-    }
     release = ".".join(jax.__version__.split(".")[:2])
     path = RESULTS / f"{name}-{device.platform}-jax{release}.json"
     path.parent.mkdir(exist_ok=True)
-    text = json.dumps({"environment": environment, "figures": figures}, indent=2)
-    path.write_text(text + "\n", encoding="utf-8")
+    return write_json(path, {"environment": environment(), "figures": figures})
+
+
+def write_json(path: Path, content: dict[str, Any]) -> Path:
+    """Writes a file to read and to compare, and returns its path."""
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return path
+
+
+def environment() -> dict[str, Any]:
+    """What figures depend on: the device, the processor and the versions."""
+    return {
+        "device": jax.devices()[0].device_kind,
+        "cores": os.cpu_count(),
+        "machine": platform.machine(),
+        "processor": processor(),
+        "python": platform.python_version(),
+        "versions": {
+            "jamp-jax": jamp.__version__,
+            **{package: installed_version(package) for package in PACKAGES},
+        },
+    }
+
+
+def installed_version(package: str) -> str | None:
+    """The version of a package, or None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def processor() -> dict[str, Any]:
+    """The processor's name and whether it multiplies bfloat16, or None if unknown."""
+    text = CPU_INFO.read_text(encoding="utf-8") if CPU_INFO.exists() else ""
+    name = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
+    flags = re.search(r"^flags\s*: (.*)$", text, re.MULTILINE)
+    known = set(flags[1].split()) if flags else None
+    return {
+        "name": name[1] if name else None,
+        "avx512_bf16": None if known is None else "avx512_bf16" in known,
+        "amx_bf16": None if known is None else "amx_bf16" in known,
+    }

@@ -1,0 +1,188 @@
+"""Builds the rivals of one subject in one mode, and times them in turn."""
+
+import gc
+import math
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+from rivals.flax_program import FlaxProgram
+from rivals.flax_rivals import flax_rivals
+from rivals.torch_rivals import torch_rivals
+from subjects import make_subject
+
+BASELINE = "float32"
+LEAST_ROUNDS = 3
+LEAST_SECONDS = 0.02  # for one reading of the clock
+TORCH_COMPILE_SECONDS = 20.0  # not started with less time left
+
+
+class BudgetError(Exception):
+    """There is no time left."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured.
+
+    Attributes:
+      rivals: how the names of the wanted ones begin; empty for all. The baseline always
+        takes part.
+      rounds: how often each is timed; 0 for the figures that need no timing.
+      jobs: how many programs are compiled at once. With several, the seconds that one
+        takes mean nothing and are not kept.
+    """
+
+    rivals: tuple[str, ...] = ()
+    rounds: int = 0
+    jobs: int = 1
+
+    def wants(self, rival: str) -> bool:
+        """Whether a rival takes part."""
+        return rival == BASELINE or not self.rivals or rival.startswith(self.rivals)
+
+
+class Comparison:
+    """One subject in one mode, and all that is known of each rival.
+
+    What a rival raises is its figure, under "error", and the others go on. So it is
+    for a rival for which no time is left before `deadline`, in time.monotonic's
+    seconds.
+    """
+
+    def __init__(
+        self, subject: str, size: str, mode: str, plan: Plan, deadline: float = math.inf
+    ):
+        self.subject, self.size, self.mode = subject, size, mode
+        self.figures: dict[str, dict[str, Any]] = {}
+        self.seconds: dict[str, list[float]] = {}
+        self.programs: dict[str, Any] = {}
+        self._times: dict[str, int] = {}
+        self._plan = plan
+        self._deadline = deadline
+        self._made = make_subject(subject, size)
+        self._say: Callable[[str], None] = lambda _: None
+
+    def measure(self, say: Callable[[str], None]) -> None:
+        """Does all of it; `say` is told what is being done."""
+        self._say = say
+        self._build_flax()
+        self._build_torch()
+        if self._plan.rounds:
+            self._warm_up()
+            self._time()
+
+    def close(self) -> None:
+        """Gives memory back."""
+        self.programs.clear()
+        jax.clear_caches()
+        gc.collect()
+        if "rivals.torch_program" in sys.modules:
+            sys.modules["rivals.torch_program"].release()
+
+    def _attempt(self, rival: str, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - a rival may fail in any way
+            first = str(error).strip().partition("\n")[0]
+            self.figures.setdefault(rival, {})
+            self.figures[rival]["error"] = f"{type(error).__name__}: {first}"
+            self.programs.pop(rival, None)
+            self.seconds.pop(rival, None)
+
+    def _check_time(self, rival: str, needed: float = 0.0) -> None:
+        if rival != BASELINE and time.monotonic() + needed > self._deadline:
+            raise BudgetError("no time was left for it")
+
+    def _build_flax(self) -> None:
+        rivals = flax_rivals(jax.default_backend())
+        # Before all rivals: the first compilation of a process is slower than others.
+        self.init = jax.jit(self._made.init).lower().compile()
+
+        def trace(rival: str) -> None:
+            self._check_time(rival)
+            program = FlaxProgram(self._made, rivals[rival], self.mode)
+            self.figures[rival] = program.figures
+            self.programs[rival] = program
+
+        def compile_in_time(rival: str) -> None:
+            self._check_time(rival)
+            self.programs[rival].compile()
+            if self._plan.jobs > 1:
+                del self.figures[rival]["compile_seconds"]
+
+        for rival in filter(self._plan.wants, rivals):
+            self._say(f"tracing {rival}")
+            self._attempt(rival, partial(trace, rival))
+        self._say("compiling")
+        with ThreadPoolExecutor(self._plan.jobs) as pool:
+            for rival in list(self.programs):
+                pool.submit(self._attempt, rival, partial(compile_in_time, rival))
+
+    def _build_torch(self) -> None:
+        rivals = torch_rivals(jax.default_backend())
+
+        def build(rival: str) -> None:
+            # Only here: torch may be absent, and takes seconds to import.
+            from rivals.torch_program import TorchProgram
+
+            program = TorchProgram(
+                self.subject, self.size, self._made, rivals[rival], self.mode, threads()
+            )
+            self.figures[rival] = program.figures
+            self.programs[rival] = program
+
+        for rival in filter(self._plan.wants, rivals):
+            self._say(f"building {rival}")
+            self._attempt(rival, partial(build, rival))
+
+    def _warm_up(self) -> None:
+        variables = self.init()
+        batch = jax.device_put((self._made.inputs, self._made.targets))
+
+        def start(rival: str) -> None:
+            program = self.programs[rival]
+            if isinstance(program, FlaxProgram):
+                program.start(variables, batch)
+            elif program.compiles:
+                self._check_time(rival, TORCH_COMPILE_SECONDS)
+            program.run(1)
+            start = time.perf_counter()
+            program.run(1)
+            once = time.perf_counter() - start
+            self._times[rival] = max(1, math.ceil(LEAST_SECONDS / once))
+            self.seconds[rival] = []
+
+        for rival in list(self.programs):
+            self._say(f"starting {rival}")
+            self._attempt(rival, partial(start, rival))
+
+    def _time(self) -> None:
+        def clock(rival: str) -> None:
+            times = self._times[rival]
+            start = time.perf_counter()
+            self.programs[rival].run(times)
+            self.seconds[rival].append((time.perf_counter() - start) / times)
+
+        shuffle = random.Random(0)
+        for done in range(self._plan.rounds):
+            if done >= LEAST_ROUNDS and time.monotonic() > self._deadline:
+                break
+            self._say(f"round {done + 1} of {self._plan.rounds}")
+            # In another order each time, so that none always follows the same one.
+            for rival in shuffle.sample(list(self.programs), len(self.programs)):
+                self._attempt(rival, partial(clock, rival))
+
+
+def threads() -> int:
+    """How many threads XLA uses on the processor, which torch is to use as well."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,1 @@
+"""What the step benchmark compares: ways to run the same model."""

@@ -1,0 +1,86 @@
+"""The ways to run a Flax model: float32, autocast, by hand, and other libraries."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jamp
+
+Function = Callable[..., Any]
+
+
+def unchanged(fn: Function) -> Function:
+    return fn
+
+
+@dataclass(frozen=True)
+class FlaxRival:
+    """One way to run a model.
+
+    Attributes:
+      dtype: the `dtype` of the model's modules.
+      transform: what is done to the loss, or in inference to the model's application.
+      around_model: what is done to the model's application in both.
+      scaled: whether the loss is scaled.
+      precision: of float32 matmuls and convolutions; None is JAX's default.
+    """
+
+    dtype: Any = None
+    transform: Callable[[Function], Function] = unchanged
+    around_model: Callable[[Function], Function] = unchanged
+    scaled: bool = False
+    precision: str | None = None
+
+    def tracing(self) -> AbstractContextManager[Any]:
+        """The context in which its programs are traced."""
+        if self.precision is None:
+            return nullcontext()
+        return jax.default_matmul_precision(self.precision)
+
+
+def with_jmp(apply: Function) -> Function:
+    """Casts parameters, inputs and outputs with a policy of jmp.
+
+    The other variables stay as they are: a running mean in 16 bits stands still.
+    """
+    import jmp
+
+    policy = jmp.get_policy("params=float32,compute=bfloat16,output=float32")
+
+    def cast_and_apply(params: Any, state: Any, inputs: Any) -> Any:
+        params, inputs = policy.cast_to_compute((params, inputs))
+        outputs, state = apply(params, state, inputs)
+        return policy.cast_to_output(outputs), state
+
+    return cast_and_apply
+
+
+def with_jaxamp(fn: Function) -> Function:
+    import jaxamp
+
+    return jaxamp.amp(fn, compute_dtype=jnp.bfloat16)
+
+
+def flax_rivals(platform: str) -> dict[str, FlaxRival]:
+    """The rivals on a platform, "cpu" or "gpu", by name, those to compare with first.
+
+    On GPUs there is autocast in both 16-bit dtypes, in float16 with loss scaling, and
+    float32 in both settings of its matmuls.
+    """
+    rivals = {"float32": FlaxRival()}
+    if platform == "gpu":
+        rivals["autocast float16"] = FlaxRival(
+            transform=jamp.autocast(dtype=jnp.float16), scaled=True
+        )
+    rivals["autocast bfloat16"] = FlaxRival(transform=jamp.autocast(dtype=jnp.bfloat16))
+    if platform == "gpu":
+        rivals["float32 highest"] = FlaxRival(precision="highest")
+    return rivals | {
+        "by hand bfloat16": FlaxRival(dtype=jnp.bfloat16),
+        "jmp bfloat16": FlaxRival(around_model=with_jmp),
+        "jaxamp bfloat16": FlaxRival(transform=with_jaxamp),
+    }
