@@ -95,6 +95,12 @@ class Emitter:
             value.casts[dtype] = array
         return array
 
+    def left(self, value: Value, dtype: DType) -> Any:
+        """The array as it is, where what takes it casts it to a dtype itself."""
+        self.scribe.changed = True
+        self.record.casts.append(Cast(value.dtype, dtype, value.aval.shape))
+        return value.array
+
     def converted(self, value: Value, dtype: DType) -> Value:
         """The value itself in a dtype; it remembers what it was made from."""
         if value.dtype == dtype:

@@ -15,7 +15,7 @@ from jamp._policy import Rule
 from jamp._records import MATMULS, Cast, Entry, Group, Record, Ruling, originals
 from jamp._regions import Options, Scope
 from jamp._rules.matmul import explicit_precision
-from jamp._segments import run_segment, runs_in_float32
+from jamp._segments import recomputable, run_segment, runs_in_float32
 from jamp._values import Value
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def run_occurrence(
         interpreter.run_equations(eqns, start, env.overlay(lowered), inner, scribe)
         casts = enter.record.casts
     elif _FORCED[rule] is Rule.FLOAT32 and runs_in_float32(eqns):
-        casts = _run_in_float32(eqns, start, env, ruling, context.scope, region, scribe)
+        casts = _run_in_float32(eqns, start, env, ruling, context, region, scribe)
     else:
         casts = []
         forced = ruling._replace(rule=_FORCED[rule])
@@ -93,7 +93,7 @@ def _run_in_float32(
     start: int,
     env: Environment,
     ruling: Ruling,
-    outer: Scope,
+    context: Context,
     region: Options,
     scribe: Scribe,
 ) -> list[Cast]:
@@ -104,15 +104,22 @@ def _run_in_float32(
     stop = start + len(eqns)
     outvars = [var for eqn in eqns for var in eqn.outvars if env.used_from(var, stop)]
     enter = Emitter(Record(eqns[0], ruling, ()), region, scribe)
+    again = recomputable(eqns) and not context.linear
     with source_of(eqns[0]):
         arrays = [
-            enter.cast(value, FLOAT32) if value.eligible else value.array
+            _widened(value, enter, again) if value.eligible else value.array
             for value in map(env.read, invars)
         ]
         results = run_segment(eqns, invars, outvars, arrays)
     env.bind(outvars, [Value.of(array) for array in results])
-    scribe.entries.extend(_as_traced(eqns, ruling, outer))
+    scribe.entries.extend(_as_traced(eqns, ruling, context.scope))
     return enter.record.casts
+
+
+def _widened(value: Value, emitter: Emitter, again: bool) -> Any:
+    """A value's array in float32, or as it is if the segment itself is to widen it."""
+    inside = again and value.dtype in _dtypes.LOW_DTYPES and value.constant is None
+    return emitter.left(value, FLOAT32) if inside else emitter.cast(value, FLOAT32)
 
 
 def _as_traced(

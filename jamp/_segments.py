@@ -4,6 +4,9 @@ A call of LayerNorm or softmax that runs in float32 throughout is the same few e
 in every layer. Handed to JAX as one jitted function that it inlines, they are
 differentiated once and found in its caches afterwards, as they are in the program as
 written. The result is the same equations.
+
+A segment that 16-bit arrays enter keeps those for the backward pass, which computes the
+float32 inside anew, instead of several float32 arrays: less memory, and less to read.
 """
 
 from __future__ import annotations
@@ -22,6 +25,17 @@ from jamp._compat import INLINE, under_trace
 from jamp._dtypes import FLOAT32
 from jamp._emit import bind
 
+# What costs next to nothing to compute again beside reading what it was computed from.
+_CHEAP = frozenset(
+    """
+    abs add add_any and broadcast_in_dim ceil clamp concatenate convert_element_type cos
+    cosh custom_jvp_call div eq erf erfc exp exp2 expand_dims expm1 floor gather ge gt
+    integer_pow iota is_finite jit le log log1p logistic lt max min mul ne neg not
+    one_minus_square or pjit pow reduce_and reduce_max reduce_min reduce_or reduce_sum
+    reshape round rsqrt select_n sign sin sinh slice sqrt square squeeze stop_gradient
+    sub tan tanh transpose xor
+    """.split()
+)
 _LIMIT = 1024
 _functions: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()
 
@@ -43,27 +57,40 @@ def _castable(dtype: Any) -> bool:
     return dtype is not None and (_dtypes.eligible(dtype) or _dtypes.is_float64(dtype))
 
 
+def recomputable(eqns: Sequence[JaxprEqn]) -> bool:
+    """Whether some equations are cheap enough for the backward pass to run again."""
+    return all(
+        eqn.primitive.name in _CHEAP
+        and all(recomputable(inner.eqns) for inner in jaxprs_in_params(eqn.params))
+        for eqn in eqns
+    )
+
+
 def run_segment(
     eqns: Sequence[JaxprEqn],
     invars: Sequence[Any],
     outvars: Sequence[Any],
     arrays: Sequence[Any],
 ) -> list[Any]:
-    """Runs equations as traced.
+    """Runs equations in the float32 that they were traced in.
 
     Args:
       eqns: the equations, all in the same named scopes.
       invars: the variables that they read and do not make.
       outvars: those of their results that are wanted.
-      arrays: arrays for `invars`.
+      arrays: arrays for `invars`. If some are of 16 bits, the backward pass runs the
+        equations again.
 
     Returns:
       Arrays for `outvars`.
     """
     run = _runner(eqns, invars, outvars)
+    low = [getattr(array, "dtype", None) in _dtypes.LOW_DTYPES for array in arrays]
+    if any(low):
+        run = jax.checkpoint(_widening(run, low))
     if not under_trace(arrays):
         return run(*arrays)
-    key = _key(eqns, invars, outvars)
+    key = _key(eqns, invars, outvars, low)
     if key is None:
         return run(*arrays)
     if key not in _functions:
@@ -93,12 +120,29 @@ def _runner(
     return run
 
 
+def _widening(
+    run: Callable[..., list[Any]], low: Sequence[bool]
+) -> Callable[..., list[Any]]:
+    def widen_and_run(*arrays: Any) -> list[Any]:
+        return run(
+            *(
+                jax.lax.convert_element_type(array, FLOAT32) if is_low else array
+                for array, is_low in zip(arrays, low, strict=True)
+            )
+        )
+
+    return widen_and_run
+
+
 def _key(
-    eqns: Sequence[JaxprEqn], invars: Sequence[Any], outvars: Sequence[Any]
+    eqns: Sequence[JaxprEqn],
+    invars: Sequence[Any],
+    outvars: Sequence[Any],
+    low: Sequence[bool],
 ) -> Hashable:
     """What two equal segments have in common; None if it cannot be told."""
     numbers = {var: number for number, var in enumerate(invars)}
-    parts: list[Hashable] = [tuple(var.aval for var in invars)]
+    parts: list[Hashable] = [tuple(var.aval for var in invars), tuple(low)]
     for eqn in eqns:
         if eqn.primitive.name.startswith("custom_"):
             return None  # its derivative rule is another object in every trace

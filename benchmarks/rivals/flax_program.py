@@ -31,10 +31,10 @@ class FlaxProgram:
         if rival.scaled:
             self._tx = jamp.dynamic_loss_scaling(self._tx)
         self._apply = rival.around_model(self._apply_as_written)
-        carried = jax.eval_shape(lambda: self._carry(*subject.init()))
+        self._shapes = jax.eval_shape(lambda: self._carry(*subject.init()))
         self.figures: dict[str, Any] = {}
         with rival.tracing():
-            self._trace(carried)
+            self._trace(self._shapes)
 
     def _trace(self, carried: Any) -> None:
         batch = self.subject.inputs, self.subject.targets
@@ -55,6 +55,10 @@ class FlaxProgram:
         self._lowered = traced.lower()
         self.figures["lowering_seconds"] = time.perf_counter() - start
         self.figures["casts_in_jaxpr"] = program_figures.casts_in_jaxpr(traced.jaxpr)
+
+    def step_and_arguments(self) -> tuple[Any, ...]:
+        """The training step, and shapes of its arguments, to compile elsewhere."""
+        return self._step, self._shapes, self.subject.inputs, self.subject.targets
 
     def compile(self) -> None:
         """Compiles the program."""
