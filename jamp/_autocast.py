@@ -16,6 +16,7 @@ from jamp import _dtypes, _nnx, _regions
 from jamp._compat import trace_context, under_trace
 from jamp._emit import Scribe
 from jamp._errors import AutocastError, AutocastTypeError
+from jamp._processor import warn_if_slow
 from jamp._regions import Options
 from jamp._trace import Traced, is_array, run, trace
 
@@ -180,6 +181,8 @@ class autocast:
         @functools.wraps(fn, updated=())
         def under_autocast(*args: Any, **kwargs: Any) -> Any:
             options = _regions.make_options(*self._arguments)
+            if options.enabled and options.device_type == "cpu":
+                warn_if_slow()
             if options not in transformed:
                 transformed[options] = _Transformed(fn, options, self._output_dtype)
             return transformed[options](args, kwargs)

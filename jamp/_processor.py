@@ -1,0 +1,42 @@
+"""Whether 16 bits are slow on the processor at hand, and a warning if they are."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from functools import cache
+from pathlib import Path
+
+import jax
+
+from jamp._errors import JampWarning
+
+_CPU_INFO = Path("/proc/cpuinfo")
+# Instructions that multiply bfloat16: of x86 processors, and of ARM's.
+_MULTIPLIES = {"avx512_bf16", "amx_bf16", "bf16"}
+
+
+def lacks_bfloat16(cpu_info: str) -> bool:
+    """Whether a processor is known to have no instructions for bfloat16.
+
+    Args:
+      cpu_info: Linux's description of it, or an empty string.
+    """
+    flags = re.search(r"^(?:flags|Features)\s*: (.*)$", cpu_info, re.MULTILINE)
+    return flags is not None and _MULTIPLIES.isdisjoint(flags[1].split())
+
+
+@cache
+def warn_if_slow() -> None:
+    """Warns, once, if JAX computes on a processor where 16 bits only cost time."""
+    if jax.default_backend() != "cpu":
+        return
+    known = _CPU_INFO.read_text(encoding="utf-8") if _CPU_INFO.exists() else ""
+    if lacks_bfloat16(known):
+        warnings.warn(
+            "this processor has no bfloat16 instructions (AVX512-BF16 or AMX): "
+            "autocast saves memory on it but takes longer than float32, up to twice as "
+            "long. jamp.autocast(fn, enabled=False) runs fn as written",
+            JampWarning,
+            stacklevel=3,
+        )
