@@ -143,6 +143,42 @@ def test_inside_a_shard_map_the_findings_are_those_of_the_shard():
     np.testing.assert_array_equal(not_finite, [0, 0, 1, 0])
 
 
+def in_checked_shard_map(local):
+    """What a function gives for shards of an array, as shapes."""
+    mapped = jax.shard_map(
+        local,
+        mesh=jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,)),
+        in_specs=P("x"),
+        out_specs=(P("x"), P()),
+    )
+    return jax.eval_shape(mapped, jnp.ones((8, 64)))
+
+
+def test_inside_a_checked_shard_map_results_vary_as_the_leaves_do():
+    def local(leaf):
+        kernel, request = backends.load("triton"), Request(squares=True)
+        (unscaled,), findings = with_kernel(kernel, [leaf], jnp.float32(0.5), request)
+        return unscaled, jax.lax.psum(findings.not_finite, "x")
+
+    unscaled, not_finite = in_checked_shard_map(local)
+    assert (unscaled.shape, not_finite.shape) == ((8, 64), ())
+
+
+def test_inside_a_checked_shard_map_mosaic_gpu_leaves_the_shards_to_xla():
+    try:
+        kernel = backends.load("mosaic_gpu")
+    except ImportError as reason:
+        pytest.skip(str(reason))
+    taken = [kernel.takes(jnp.ones((8, 64)))]
+
+    def local(leaf):
+        taken.append(kernel.takes(leaf))
+        return leaf, jax.lax.psum(leaf.sum(), "x")
+
+    in_checked_shard_map(local)
+    assert taken == [True, False]
+
+
 def test_a_mesh_of_several_types_of_axes_is_refused_with_its_types():
     kinds = (AxisType.Auto, AxisType.Explicit)
     with jax.set_mesh(jax.make_mesh((4, 2), ("x", "y"), axis_types=kinds)):

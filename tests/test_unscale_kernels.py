@@ -135,20 +135,27 @@ def test_the_sum_of_squares_is_that_of_the_unscaled_gradients(kernel, dtype):
     np.testing.assert_allclose(findings.squares, exact, rtol=rounding)
 
 
-@settings(max_examples=20, deadline=None)
-@given(
-    sizes=st.lists(st.integers(1, 9000), min_size=1, max_size=5),
-    dtype=st.sampled_from(DTYPES),
-    poison=st.sampled_from([None, np.inf, np.nan]),
-    seed=st.integers(0, 2**16),
-)
-def test_random_trees_come_out_bit_for_bit(sizes, dtype, poison, seed):
-    tree = [jax.ShapeDtypeStruct((size,), dtype) for size in sizes]
-    leaves = filled(tree, seed)
-    if poison is not None:
-        leaf = seed % len(leaves)
-        leaves[leaf] = leaves[leaf].at[seed % sizes[leaf]].set(poison)
-    assert_as_reference(backends.load("triton"), leaves)
+@pytest.mark.parametrize(("name", "multiple"), [("triton", 1), ("mosaic_gpu", 64)])
+def test_random_trees_come_out_bit_for_bit(name, multiple):
+    kernel = load(name)
+
+    @settings(max_examples=12, deadline=None)
+    @given(
+        sizes=st.lists(st.integers(1, 9000 // multiple), min_size=1, max_size=5),
+        dtype=st.sampled_from(DTYPES),
+        poison=st.sampled_from([None, np.inf, np.nan]),
+        seed=st.integers(0, 2**16),
+    )
+    def check(sizes, dtype, poison, seed):
+        tree = [jax.ShapeDtypeStruct((size * multiple,), dtype) for size in sizes]
+        leaves = filled(tree, seed)
+        if poison is not None:
+            leaf = seed % len(leaves)
+            leaves[leaf] = leaves[leaf].at[seed % leaves[leaf].size].set(poison)
+        findings = assert_as_reference(kernel, leaves)
+        assert (findings.not_finite > 0) == (poison is not None)
+
+    check()
 
 
 @contextlib.contextmanager
