@@ -35,8 +35,8 @@ def warn_if_slow() -> None:
     if lacks_bfloat16(known):
         warnings.warn(
             "this processor has no bfloat16 instructions (AVX512-BF16 or AMX): "
-            "autocast saves memory on it but takes longer than float32, up to twice as "
-            "long. jamp.autocast(fn, enabled=False) runs fn as written",
+            "autocast saves no time on it, and may take twice as long as float32. "
+            "jamp.autocast(fn, enabled=False) runs fn as written",
             JampWarning,
             stacklevel=3,
         )

@@ -87,7 +87,7 @@ def run_segment(
     run = _runner(eqns, invars, outvars)
     low = [getattr(array, "dtype", None) in _dtypes.LOW_DTYPES for array in arrays]
     if any(low):
-        run = jax.checkpoint(_widening(run, low))
+        run = jax.checkpoint(_widening(run, low), policy=_reduces)
     if not under_trace(arrays):
         return run(*arrays)
     key = _key(eqns, invars, outvars, low)
@@ -118,6 +118,12 @@ def _runner(
         return [env[var] for var in outvars]
 
     return run
+
+
+def _reduces(primitive: Any, *operands: Any, **params: Any) -> bool:
+    """Whether a result is worth saving: it is small and takes a pass to compute."""
+    del operands, params
+    return str(primitive).startswith("reduce_")
 
 
 def _widening(
