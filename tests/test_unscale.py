@@ -116,6 +116,19 @@ def test_each_device_unscales_its_own_shards_and_only_findings_travel(kind, pois
     np.testing.assert_allclose(findings.squares, found.squares, rtol=1e-6)
 
 
+def test_shards_of_a_size_that_the_kernel_cannot_take_are_done_by_xla(monkeypatch):
+    kernel = backends.load("triton")
+    monkeypatch.setattr(kernel, "takes", lambda leaf: leaf.size % 64 == 0)
+    devices = mesh(AxisType.Auto)
+    cut = NamedSharding(devices, P("x"))
+    # 192 numbers in shards of 48, which is refused, and 256 in shards of 64.
+    leaves = [jax.device_put(jnp.ones(size), cut) for size in [(8, 24), (8, 32)]]
+    request = Request(interpret=True, squares=True)
+    unscaled, findings = with_kernel(kernel, leaves, jnp.float32(0.5), request)
+    assert [float(leaf.sum()) for leaf in unscaled] == [96, 128]
+    assert findings.squares == (192 + 256) / 4
+
+
 def test_the_reference_keeps_shards_where_they_are_too():
     leaves = sharded(mesh(AxisType.Auto))
     compiled = jax.jit(unscale_and_check).lower(leaves, 0.3).compile()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,8 @@ from jamp.pallas_kernels.unscale import reference
 from jamp.pallas_kernels.unscale.backends import IMPLEMENTATIONS, backend, fastest
 from jamp.pallas_kernels.unscale.launches import Findings, Request
 from jamp.pallas_kernels.unscale.partitioning import on_shards
+
+Run = Callable[[list[jax.Array]], tuple[list[jax.Array], Findings]]
 
 
 def unscale_and_check(
@@ -89,22 +91,34 @@ def _run(
     chosen = fastest(numbers) if implementation == "auto" else implementation
     module = backend(chosen)
     takes = [module is not None and module.takes(leaf) for leaf in numbers]
-    taken = [leaf for leaf, take in zip(numbers, takes, strict=True) if take]
-    others = [leaf for leaf, take in zip(numbers, takes, strict=True) if not take]
-    unscaled, findings = reference.run(others, inv_scale, request)
-    if taken:
-        by_kernel, more = with_kernel(module, taken, inv_scale, request)
-        findings = jax.tree.map(jnp.add, findings, more)
-    else:
-        by_kernel = []
+    unscaled, findings = _divided(
+        numbers,
+        takes,
+        lambda taken: with_kernel(module, taken, inv_scale, request),
+        lambda rest: reference.run(rest, inv_scale, request),
+    )
     if not request.unscale:
         return [], findings
-    sources = {True: iter(by_kernel), False: iter(unscaled)}
-    results = iter([next(sources[take]) for take in takes])
+    results = iter(unscaled)
     return [
         next(results) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf
         for leaf in leaves
     ], findings
+
+
+def _divided(
+    leaves: Sequence[jax.Array], takes: list[bool], kernel: Run, plain: Run
+) -> tuple[list[jax.Array], Findings]:
+    """Gives a kernel the leaves that it takes, and plain JAX the rest."""
+    rest = [leaf for leaf, take in zip(leaves, takes, strict=True) if not take]
+    outputs, findings = plain(rest)
+    if not any(takes):
+        return outputs, findings
+    taken = [leaf for leaf, take in zip(leaves, takes, strict=True) if take]
+    by_kernel, more = kernel(taken)
+    sources = {True: iter(by_kernel), False: iter(outputs)}
+    merged = [next(sources[take]) for take in takes] if by_kernel else []
+    return merged, jax.tree.map(jnp.add, findings, more)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
@@ -117,7 +131,17 @@ def with_kernel(
     """
 
     def kernel(leaves: Any, inv_scale: Any, replicas: Any) -> Any:
-        return module.run(leaves, inv_scale, request, replicas)
+        # A shard may have a size that the kernel can't take, though the whole had not.
+        takes = [module.takes(leaf) for leaf in leaves]
+        copies: dict[bool, list[int]] = {True: [], False: []}
+        for take, count in zip(takes, replicas, strict=True):
+            copies[take].append(count)
+        return _divided(
+            leaves,
+            takes,
+            lambda taken: module.run(taken, inv_scale, request, copies[True]),
+            lambda rest: reference.run(rest, inv_scale, request, copies[False]),
+        )
 
     def plain(leaves: Any, inv_scale: Any) -> Any:
         return reference.run(leaves, inv_scale, request)

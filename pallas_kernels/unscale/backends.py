@@ -100,5 +100,6 @@ def nearest(table: Sequence[tuple[int, str]], size: int) -> str:
 
 @cache
 def measured() -> dict[str, Any]:
+    """What `benchmarks/unscale.py` wrote, the fastest by kind of GPU among it."""
     text = files(__package__).joinpath("measured.json").read_text(encoding="utf-8")
     return dict(json.loads(text))

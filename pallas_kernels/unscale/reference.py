@@ -11,7 +11,10 @@ from jamp.pallas_kernels.unscale.launches import Findings, Request
 
 
 def run(
-    leaves: Sequence[jax.Array], inv_scale: jax.Array, request: Request
+    leaves: Sequence[jax.Array],
+    inv_scale: jax.Array,
+    request: Request,
+    replicas: Sequence[int] | None = None,
 ) -> tuple[list[jax.Array], Findings]:
     """Unscales and checks leaves of any inexact dtype.
 
@@ -19,6 +22,8 @@ def run(
       leaves: arrays of any shape.
       inv_scale: the inverse of the loss scale, float32[].
       request: what to do.
+      replicas: for every leaf, how many devices hold the same shard of it; by default
+        one.
 
     Returns:
       The leaves unscaled (an empty list if that is not requested), and the findings.
@@ -32,8 +37,8 @@ def run(
     not_finite = [~jnp.isfinite(leaf).all() for leaf in read]
     squares = jnp.zeros((), jnp.float32)
     if request.squares:
-        for leaf in read:
-            squares = squares + jnp.sum(jnp.square(jnp.abs(_wide(leaf))))
+        for leaf, count in zip(read, replicas or [1] * len(read), strict=True):
+            squares = squares + jnp.sum(jnp.square(jnp.abs(_wide(leaf)))) / count
     found = jnp.stack(not_finite).any() if not_finite else jnp.array(False)
     return outputs, Findings(found.astype(jnp.float32), squares)
 
