@@ -16,23 +16,22 @@ _CPU_INFO = Path("/proc/cpuinfo")
 _MULTIPLIES = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
-def lacks_bfloat16(cpu_info: str) -> bool:
-    """Whether a processor is known to have no instructions for bfloat16.
+def multiplies_bfloat16(cpu_info: str | None = None) -> bool | None:
+    """Whether a processor has instructions for bfloat16; None if it is not known.
 
     Args:
-      cpu_info: Linux's description of it, or an empty string.
+      cpu_info: Linux's description of it; by default that of the one at hand.
     """
+    if cpu_info is None:
+        cpu_info = _CPU_INFO.read_text(encoding="utf-8") if _CPU_INFO.exists() else ""
     flags = re.search(r"^(?:flags|Features)\s*: (.*)$", cpu_info, re.MULTILINE)
-    return flags is not None and _MULTIPLIES.isdisjoint(flags[1].split())
+    return None if flags is None else not _MULTIPLIES.isdisjoint(flags[1].split())
 
 
 @cache
 def warn_if_slow() -> None:
     """Warns, once, if JAX computes on a processor where 16 bits only cost time."""
-    if jax.default_backend() != "cpu":
-        return
-    known = _CPU_INFO.read_text(encoding="utf-8") if _CPU_INFO.exists() else ""
-    if lacks_bfloat16(known):
+    if jax.default_backend() == "cpu" and multiplies_bfloat16() is False:
         warnings.warn(
             "this processor has no bfloat16 instructions (AVX512-BF16 or AMX): "
             "autocast saves no time on it, and may take twice as long as float32. "
