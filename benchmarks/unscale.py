@@ -6,6 +6,7 @@ a GPU, `--programs` compiles for an H200 and counts the kernels that a program b
 """
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -41,6 +42,8 @@ def main() -> None:
     if arguments.programs:
         show_programs()
         return
+    # PyTorch needs some of the GPU's memory too.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     device = jax.devices()[0]
     if device.platform != "gpu":
         raise SystemExit(f"this needs an NVIDIA GPU; the device is {device}")
