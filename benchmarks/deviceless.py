@@ -7,6 +7,7 @@ runs a matrix product is a guess of the compiler's.
 """
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,6 +46,16 @@ dnn_version_info { major: 9 minor: 12 }
 runtime_version { major: 13 minor: 0 patch: 0 }
 device_description_str: "NVIDIA H200"
 """
+
+
+# Instructions that are a kernel, or a copy, of their own.
+KERNELS = re.compile(r"= [^=]*? (?:fusion|custom-call|copy|copy-start|reduce)\(")
+
+
+def kernels(compiled: jax.stages.Compiled) -> int:
+    """How many kernels a compiled program launches outside its loops."""
+    text = compiled.as_text()
+    return len(KERNELS.findall(text[text.index("ENTRY") :]))
 
 
 def compile_for_h200(

@@ -6,11 +6,10 @@ for the device at hand.
 """
 
 import argparse
-import re
 from typing import Any
 
 # First, since it sets what JAX reads when it is imported.
-from deviceless import compile_for_h200  # isort: skip
+from deviceless import compile_for_h200, kernels  # isort: skip
 import jax
 import jax.numpy as jnp
 import program_figures
@@ -32,8 +31,6 @@ RIVALS = {
     ),
     "autocast float16": FlaxRival(transform=jamp.autocast(device_type="gpu")),
 }
-# Instructions of the entry computation that are a kernel of their own.
-KERNELS = re.compile(r"= [^=]*? (?:fusion|custom-call|copy|copy-start|reduce)\(")
 FIGURES = ("temporary_bytes", "residual_bytes", "casts_in_hlo", "kernels")
 
 
@@ -41,12 +38,11 @@ def figures(subject: str, size: str, rival: FlaxRival) -> dict[str, Any]:
     """The figures of a training step, compiled for an H200."""
     program = FlaxProgram(make_subject(subject, size), rival, "training")
     compiled = compile_for_h200(*program.step_and_arguments(), donate=(0,))
-    text = compiled.as_text()
     return {
         "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
         "residual_bytes": program.figures["residual_bytes"]["total"],
-        "casts_in_hlo": program_figures.casts_in_hlo(text),
-        "kernels": len(KERNELS.findall(text[text.index("ENTRY") :])),
+        "casts_in_hlo": program_figures.casts_in_hlo(compiled.as_text()),
+        "kernels": kernels(compiled),
     }
 
 

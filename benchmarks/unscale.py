@@ -49,7 +49,9 @@ def main() -> None:
         raise SystemExit(f"this needs an NVIDIA GPU; the device is {device}")
     checks = unscale_check.check_on_card()
     leaves = {f"{size} MiB": shapes.one_leaf(size) for size in LEAVES}
-    leaves = {k: v for k, v in leaves.items() if bytes_of(v) <= arguments.largest << 20}
+    leaves = {
+        k: v for k, v in leaves.items() if shapes.bytes_of(v) <= arguments.largest << 20
+    }
     trees = {name: make() for name, make in TREES.items()}
     rows = []
     for name, tree in track({**leaves, **trees}.items(), "cases"):
@@ -59,13 +61,9 @@ def main() -> None:
     draw(rows, RESULTS / f"unscale-{device.device_kind.replace(' ', '-')}.png")
 
 
-def bytes_of(tree: shapes.Tree) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in tree.values())
-
-
 def measure(tree: shapes.Tree) -> dict[str, Any]:
     """Seconds of every rival for one tree, and its bandwidth beside that of a copy."""
-    size = bytes_of(tree)
+    size = shapes.bytes_of(tree)
     repeats = max(3, min(1000, (4 << 30) // max(size, 1 << 20)))
     calls: dict[str, Callable[[], float]] = {}
     failures = {}

@@ -86,15 +86,10 @@ class TorchFused:
 
     def seconds(self) -> float:
         """Seconds of one call."""
-        start, end = (self.torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(self.repeats):
-            self.run()
-        end.record()
-        end.synchronize()
+        seconds = _on_device(self.run, self.repeats)
         if float(self.found):
             raise AssertionError("torch found an inf where there is none")
-        return start.elapsed_time(end) / 1e3 / self.repeats
+        return seconds
 
 
 def copied(size: int, repeats: int) -> Callable[[], float]:
@@ -105,17 +100,20 @@ def copied(size: int, repeats: int) -> Callable[[], float]:
         return _copied_by_xla(size, repeats)
     source = torch.randn(size // 4, device="cuda")
     target = torch.empty_like(source)
+    return lambda: _on_device(lambda: target.copy_(source), repeats)
 
-    def call() -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(repeats):
-            target.copy_(source)
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3 / repeats
 
-    return call
+def _on_device(run: Callable[[], Any], repeats: int) -> float:
+    """Seconds of one run of torch, between events on the device."""
+    import torch
+
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3 / repeats
 
 
 def _copied_by_xla(size: int, repeats: int) -> Callable[[], float]:

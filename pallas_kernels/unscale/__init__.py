@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,8 +13,6 @@ from jamp.pallas_kernels.unscale import reference
 from jamp.pallas_kernels.unscale.backends import IMPLEMENTATIONS, backend, fastest
 from jamp.pallas_kernels.unscale.launches import Findings, Request
 from jamp.pallas_kernels.unscale.partitioning import on_shards
-
-Run = Callable[[list[jax.Array]], tuple[list[jax.Array], Findings]]
 
 
 def unscale_and_check(
@@ -90,13 +88,10 @@ def _run(
     numbers = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     chosen = fastest(numbers) if implementation == "auto" else implementation
     module = backend(chosen)
-    takes = [module is not None and module.takes(leaf) for leaf in numbers]
-    unscaled, findings = _divided(
-        numbers,
-        takes,
-        lambda taken: with_kernel(module, taken, inv_scale, request),
-        lambda rest: reference.run(rest, inv_scale, request),
-    )
+    if module is None:
+        unscaled, findings = reference.run(numbers, inv_scale, request)
+    else:
+        unscaled, findings = with_kernel(module, numbers, inv_scale, request)
     if not request.unscale:
         return [], findings
     results = iter(unscaled)
@@ -106,42 +101,33 @@ def _run(
     ], findings
 
 
-def _divided(
-    leaves: Sequence[jax.Array], takes: list[bool], kernel: Run, plain: Run
-) -> tuple[list[jax.Array], Findings]:
-    """Gives a kernel the leaves that it takes, and plain JAX the rest."""
-    rest = [leaf for leaf, take in zip(leaves, takes, strict=True) if not take]
-    outputs, findings = plain(rest)
-    if not any(takes):
-        return outputs, findings
-    taken = [leaf for leaf, take in zip(leaves, takes, strict=True) if take]
-    by_kernel, more = kernel(taken)
-    sources = {True: iter(by_kernel), False: iter(outputs)}
-    merged = [next(sources[take]) for take in takes] if by_kernel else []
-    return merged, jax.tree.map(jnp.add, findings, more)
-
-
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def with_kernel(
     module: Any, leaves: Sequence[jax.Array], inv_scale: jax.Array, request: Request
 ) -> tuple[list[jax.Array], Findings]:
-    """Runs a kernel on leaves that it takes.
+    """Runs a kernel on the leaves that it takes, and the reference on the rest.
 
     Under `jax.vmap` and where it is differentiated, the reference runs instead.
     """
 
     def kernel(leaves: Any, inv_scale: Any, replicas: Any) -> Any:
-        # A shard may have a size that the kernel can't take, though the whole had not.
+        # These are the shards of a device: whether it takes them depends on their size.
         takes = [module.takes(leaf) for leaf in leaves]
-        copies: dict[bool, list[int]] = {True: [], False: []}
-        for take, count in zip(takes, replicas, strict=True):
-            copies[take].append(count)
-        return _divided(
-            leaves,
-            takes,
-            lambda taken: module.run(taken, inv_scale, request, copies[True]),
-            lambda rest: reference.run(rest, inv_scale, request, copies[False]),
-        )
+        sides: dict[bool, tuple[list[Any], list[int]]] = {
+            True: ([], []),
+            False: ([], []),
+        }
+        for take, leaf, count in zip(takes, leaves, replicas, strict=True):
+            sides[take][0].append(leaf)
+            sides[take][1].append(count)
+        (taken, copies), (rest, others) = sides[True], sides[False]
+        outputs, findings = reference.run(rest, inv_scale, request, others)
+        if not taken:
+            return outputs, findings
+        by_kernel, more = module.run(taken, inv_scale, request, copies)
+        sources = {True: iter(by_kernel), False: iter(outputs)}
+        merged = [next(sources[take]) for take in takes] if request.unscale else []
+        return merged, jax.tree.map(jnp.add, findings, more)
 
     def plain(leaves: Any, inv_scale: Any) -> Any:
         return reference.run(leaves, inv_scale, request)

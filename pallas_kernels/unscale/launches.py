@@ -90,6 +90,17 @@ class Launch:
 
         return search(0, len(self.leaves))
 
+    def note(
+        self, request: Request, value: Any, sums: Sequence[Any], program: Any
+    ) -> None:
+        """Writes what a program found in its tile to the sums of a kernel."""
+        value = value.astype(jnp.float32)
+        # False for a NaN too.
+        finite = jnp.abs(value) < jnp.inf
+        sums[0][program] = jnp.max(jnp.where(finite, 0.0, 1.0))
+        if request.squares:
+            sums[1][program] = jnp.sum(value * value) * self.share
+
 
 def plan(
     leaves: Sequence[Any], replicas: Sequence[int], tile: int, most: int

@@ -97,12 +97,7 @@ def _kernel(launch: Launch, request: Request) -> Any:
             tile_ref[...] = value
             plgpu.commit_smem()
             launch.dispatch(program, write)
-        value = value.astype(jnp.float32)
-        # False for a NaN too.
-        finite = jnp.abs(value) < jnp.inf
-        sums[0][program] = jnp.max(jnp.where(finite, 0.0, 1.0))
-        if request.squares:
-            sums[1][program] = jnp.sum(value * value) * launch.share
+        launch.note(request, value, sums, program)
         if request.unscale:
             plgpu.wait_smem_to_gmem(0)
 

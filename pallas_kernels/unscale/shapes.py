@@ -108,6 +108,11 @@ SMALL = {"mixed": mixed, "large_and_tiny": large_and_tiny}
 MODELS = {"resnet50": resnet50, "gpt2": gpt2, "llama_1b": llama_1b}
 
 
+def bytes_of(tree: Tree) -> int:
+    """How many bytes the leaves of a tree hold."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in tree.values())
+
+
 def _float32(shapes: dict[str, Any]) -> Tree:
     return {
         name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()
