@@ -16,6 +16,7 @@ _CPU_INFO = Path("/proc/cpuinfo")
 _MULTIPLIES = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
+@cache
 def multiplies_bfloat16(cpu_info: str | None = None) -> bool | None:
     """Whether a processor has instructions for bfloat16; None if it is not known.
 

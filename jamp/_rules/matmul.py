@@ -9,6 +9,8 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes
+from jamp._dtypes import DType
+from jamp._processor import multiplies_bfloat16
 
 _DEFAULT = (None, jax.lax.Precision.DEFAULT)
 
@@ -31,3 +33,24 @@ def explicit_precision(eqn: JaxprEqn) -> bool:
         return False
     # Two 16-bit types meet at float32 by JAX's promotion, which nobody asked for.
     return bool(np.dtype(preferred).itemsize > _dtypes.widest(traced).itemsize)
+
+
+def product_params(eqn: JaxprEqn, dtype: DType, device_type: str) -> dict[str, Any]:
+    """Parameters of a product whose operands were cast.
+
+    Args:
+      eqn: the matmul or convolution.
+      dtype: the dtype of its operands, and of its result.
+      device_type: for which kind of device.
+    """
+    params: dict[str, Any] = {"preferred_element_type": dtype}
+    slow = (
+        dtype in _dtypes.LOW_DTYPES
+        and device_type == "cpu" == jax.default_backend()
+        and multiplies_bfloat16() is False
+    )
+    if slow and eqn.primitive.name == "dot_general":
+        # 16-bit operands and results, multiplied and summed in float32: the same
+        # product, without a loop that takes its operands apart one by one.
+        params["precision"] = jax.lax.DotAlgorithmPreset.F32_F32_F32
+    return params

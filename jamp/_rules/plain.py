@@ -14,8 +14,9 @@ from jamp._dtypes import FLOAT32, DType
 from jamp._emit import Emitter, bind
 from jamp._policy import Rule
 from jamp._records import MATMULS
+from jamp._regions import Options
 from jamp._rules.dtypes import Dtypes, choose
-from jamp._rules.matmul import explicit_precision
+from jamp._rules.matmul import explicit_precision, product_params
 from jamp._rules.site import Site
 from jamp._rules.traits import result_traits
 from jamp._values import Value
@@ -86,7 +87,7 @@ def emit(
         results = bind(eqn, arrays)
     else:
         emitter.scribe.changed = True
-        results = _bind_changed(eqn, arrays, used)
+        results = _bind_changed(eqn, arrays, used, emitter.region)
     traits = result_traits(eqn, operands, used, emitter)
     values = []
     for array in results:
@@ -120,7 +121,7 @@ def _operand(eqn: JaxprEqn, value: Value, dtype: DType, emitter: Emitter) -> Any
 
 
 def _bind_changed(
-    eqn: JaxprEqn, arrays: Sequence[Any], dtypes: Sequence[Any]
+    eqn: JaxprEqn, arrays: Sequence[Any], dtypes: Sequence[Any], region: Options
 ) -> list[Any]:
     """Binds with parameters that fit the new dtypes of the operands."""
     scatter = _SCATTERS.get(eqn.primitive.name)
@@ -139,5 +140,6 @@ def _bind_changed(
         ]
     preferred = eqn.params.get("preferred_element_type")
     if preferred is not None and _dtypes.eligible(np.dtype(preferred)):
-        return bind(eqn, arrays, preferred_element_type=_dtypes.widest(dtypes[:2]))
+        params = product_params(eqn, _dtypes.widest(dtypes[:2]), region.device_type)
+        return bind(eqn, arrays, **params)
     return bind(eqn, arrays)
