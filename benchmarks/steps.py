@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 from measuring import Comparison, Plan, threads
+from program_figures import lines
 from results_file import write_results
 from rich.console import Console
 from rich.progress import Progress
@@ -73,9 +74,9 @@ def residual_table(program: Any) -> Table:
         made.add_row(
             f"{saved.nbytes / 2**20:.2f}",
             str(list(saved.shape)),
-            saved.dtype,
-            saved.operation,
-            " in ".join(saved.lines),
+            str(saved.dtype),
+            saved.eqn.primitive.name,
+            " in ".join(lines(saved.eqn)),
         )
     return made
 

@@ -31,5 +31,9 @@ class ScalerTypeError(JampError, TypeError):
     """An argument of the wrong type where a loss or a loss scale is expected."""
 
 
+class TargetError(JampError, ValueError):
+    """A function or inputs, named on the command line, that cannot be used."""
+
+
 class JampWarning(UserWarning):
     """Something that jamp could not do and that is worth a look."""

@@ -85,7 +85,8 @@ _JAMP = str(Path(__file__).parent)
 
 
 @lru_cache(maxsize=4096)
-def _is_users(filename: str) -> bool:
+def is_users(filename: str) -> bool:
+    """Whether a source file is neither jamp's, nor a library's, nor Python's."""
     return not (
         "site-packages" in filename
         or "dist-packages" in filename
@@ -99,7 +100,7 @@ def location(eqn: JaxprEqn) -> Location | None:
     if found is None:
         return None
     for code, offset in zip(*found, strict=True):
-        if _is_users(code.co_filename):
+        if is_users(code.co_filename):
             line = _line(code, offset)
             return Location(code.co_filename, line, code.co_name)
     return None

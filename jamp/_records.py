@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn
@@ -102,17 +102,6 @@ def originals(entries: list[Entry]) -> Iterator[Record]:
             yield from originals(entry.entries)
         else:
             yield entry
-
-
-def flatten(entries: list[Entry], caller: JaxprEqn | None = None) -> Iterator[Record]:
-    """Copies of all records, in program order, each with its caller."""
-    for entry in entries:
-        if isinstance(entry, Record):
-            yield replace(entry, caller=caller)
-        elif location(entry.eqn) is None and caller is not None:
-            yield from flatten(entry.entries, caller)
-        else:
-            yield from flatten(entry.entries, entry.eqn)
 
 
 def flops(eqn: JaxprEqn) -> float:

@@ -70,18 +70,22 @@ SAVING = {
 @pytest.mark.parametrize("name", SAVING)
 def test_residuals_are_those_known_by_hand(name):
     fn, expected = SAVING[name]
-    saved = program_figures.residuals(lambda w, x: (fn(w, x).sum(), None), W, X)
-    assert program_figures.bytes_by_dtype(saved) == {
+    saved = program_figures.saved_for_backward(
+        lambda w, x: (fn(w, x).sum(), None), W, X
+    )
+    assert program_figures.bytes_saved(saved) == {
         **expected,
         "total": sum(expected.values()),
     }
 
 
 def test_residuals_come_with_the_line_that_made_them():
-    (saved,) = program_figures.residuals(lambda w, x: (jnp.sin(w).sum(), None), W, X)
+    (saved,) = program_figures.saved_for_backward(
+        lambda w, x: (jnp.sin(w).sum(), None), W, X
+    )
     assert saved.shape == W.shape
-    assert saved.operation == "cos"
-    assert saved.lines[0].startswith("test_benchmarks.py:")
+    assert saved.eqn.primitive.name == "cos"
+    assert program_figures.lines(saved.eqn)[0].startswith("test_benchmarks.py:")
 
 
 def test_casts_of_a_jaxpr_are_counted_in_inner_programs_too():

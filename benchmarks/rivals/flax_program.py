@@ -41,12 +41,10 @@ class FlaxProgram:
         # The first trace of a process does what later ones find done: it is not timed.
         if self._training:
             params, state, _ = carried
-            self.residuals = program_figures.residuals(
+            self.residuals = program_figures.saved_for_backward(
                 self._make_loss(), params, state, *batch
             )
-            self.figures["residual_bytes"] = program_figures.bytes_by_dtype(
-                self.residuals
-            )
+            self.figures["residual_bytes"] = program_figures.bytes_saved(self.residuals)
         else:
             self._jitted().trace(carried, *batch)
         jax.clear_caches()

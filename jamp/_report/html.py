@@ -1,0 +1,182 @@
+"""A report as one HTML page that loads nothing: `report.html`, filled in."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from html import escape
+from importlib.resources import files
+from string import Template
+from typing import TYPE_CHECKING
+
+from jamp._report.operations import Counted, Module
+from jamp._report.residuals import bytes_by_dtype
+from jamp._report.rows import Row, amount, rows, share, short, size
+from jamp._report.text import figures
+
+if TYPE_CHECKING:
+    from jamp._report.report import Report
+
+_COLOURED = ("f16", "bf16", "f32", "f64")
+# Modules this deep stand open at first.
+_OPEN_DEPTH = 2
+
+
+def page(report: Report) -> str:
+    """The report as an HTML page."""
+    template = files("jamp._report").joinpath("report.html").read_text(encoding="utf-8")
+    every = list(_all_rows(report.modules))
+    return Template(template).substitute(
+        name=escape(report.name),
+        header=escape(report.header),
+        attention=_attention(report.attention),
+        cards="\n".join(_cards(report)),
+        dtypes=_buttons("dtype", (row.computes_in for row in every)),
+        rules=_buttons("rule", (row.rule.value for row in every)),
+        tree="\n".join(_tree(report.modules, ())),
+    )
+
+
+def frame(report: Report) -> str:
+    """The page inside another, as in a notebook, whose styles do not mix with its."""
+    style = "width: 100%; height: 42rem; border: 0"
+    return f'<iframe style="{style}" srcdoc="{escape(page(report))}"></iframe>'
+
+
+def _attention(sentences: Iterable[str]) -> str:
+    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
+    if not items:
+        return '<section class="attention good">Nothing needs attention.</section>'
+    return (
+        '<section class="attention bad"><strong>Needs attention</strong>'
+        f"<ul>{items}</ul></section>"
+    )
+
+
+def _cards(report: Report) -> Iterator[str]:
+    matmuls = report.matmuls
+    flops = Counter[str]()
+    for row in rows(matmuls):
+        flops[row.computes_in] += int(row.flops)
+    yield _card(
+        "FLOPs in 16 bits",
+        share(report.low_flop_share),
+        f"{sum(op.record.low for op in matmuls)} of {len(matmuls)} matmuls and "
+        f"convolutions, {amount(report.flops, 'FLOP')}",
+        _bar(flops),
+    )
+    nbytes = report.result_bytes
+    yield _card(
+        "Results in 16 bits",
+        share(report.low_byte_share),
+        f"of the {size(sum(nbytes.values()))} that operations write",
+        _bar(nbytes),
+    )
+    yield _card("Casts inserted", str(report.casts), _casts(report))
+    if report.residuals is not None:
+        kept, written = map(bytes_by_dtype, report.residuals)
+        before = sum(written.values())
+        yield _card(
+            "Kept for the backward pass",
+            size(sum(kept.values())),
+            f"{size(before)} by the function as written",
+            _bar(kept, before),
+        )
+
+
+def _casts(report: Report) -> str:
+    """The conversions by dtypes, and what they cost."""
+    if not report.casts:
+        return "none needed"
+    words = Row(report.operations).conversions.split(", ")
+    arrows = (escape(word).replace("-&gt;", "&rarr;") for word in words)
+    listed = ", ".join(f"<span>{word}</span>" for word in arrows)
+    return f"{listed}<br>read and write {size(report.cast_bytes)} unless fused"
+
+
+def _card(title: str, value: str, note: str, *bars: str) -> str:
+    return (
+        f'<div class="card"><h2>{title}</h2><div class="big">{value}</div>'
+        f"{''.join(bars)}<p>{note}</p></div>"
+    )
+
+
+def _bar(amounts: Mapping[str, float], whole: float = 0) -> str:
+    """A bar of one part for each dtype.
+
+    Args:
+      amounts: the amount of each dtype.
+      whole: what the length of the bar stands for; at least their sum.
+    """
+    whole = max(whole, sum(amounts.values())) or 1
+    parts = "".join(
+        f'<i class="{_colour(short(name))}" style="width: {part / whole:.2%}" '
+        f'title="{escape(name)}: {part / whole:.1%}"></i>'
+        for name, part in amounts.items()
+    )
+    return f'<div class="bar">{parts}</div>'
+
+
+def _buttons(kind: str, values: Iterable[str]) -> str:
+    """One button for each value there is, which filters by it."""
+    return " ".join(
+        f'<button type="button" class="{_colour(value)}" data-{kind}="{escape(value)}" '
+        f'aria-pressed="false">{escape(value)} <span class="count">{count}</span>'
+        "</button>"
+        for value, count in sorted(Counter(values).items())
+    )
+
+
+def _all_rows(module: Module) -> Iterator[Row]:
+    yield from rows(module.own)
+    for child in module.children:
+        yield from _all_rows(child)
+
+
+def _tree(module: Module, path: tuple[str, ...]) -> Iterator[str]:
+    """A module and all that stands in it, line by line."""
+    state = " open" if len(path) < _OPEN_DEPTH else ""
+    yield (
+        f'<details{state} style="--depth: {len(path)}"><summary class="line">'
+        f'<span class="title">{escape(module.name)} '
+        f'<span class="count">{len(module.operations)}</span></span>'
+        f"<span>{_bar(module.result_bytes)}</span>{_figures(module)}</summary>"
+    )
+    for child in module.children:
+        yield from _tree(child, (*path, child.name))
+    for row in rows(module.own):
+        yield _row(row, path)
+    yield "</details>"
+
+
+def _row(row: Row, path: tuple[str, ...]) -> str:
+    dtype = row.computes_in
+    code = f" <code>{escape(row.code)}</code>" if row.code else ""
+    return (
+        f'<div class="line row {_colour(dtype)}" data-dtype="{escape(dtype)}" '
+        f'data-rule="{row.rule.value}" data-path="{escape("/".join(path))}" '
+        f'style="--depth: {len(path) + 1}"><span class="title">{escape(row.name)} '
+        f'<span class="why">{escape(row.why)}</span>'
+        f"<small>{escape(row.place)}{code}</small></span>"
+        f"<span>{_chips(row.operands)} &rarr; {_chips(row.results)}</span>"
+        f"{_figures(row)}</div>"
+    )
+
+
+def _figures(counted: Counted) -> str:
+    labels = ("FLOPs", "16 bits", "results", "casts")
+    return "".join(
+        f'<span data-label="{label}">{value}</span>' if value else "<span></span>"
+        for label, value in zip(labels, figures(counted), strict=True)
+    )
+
+
+def _chips(dtypes: Iterable[str]) -> str:
+    return " ".join(
+        f'<span class="chip {_colour(name)}">{escape(name)}</span>' for name in dtypes
+    )
+
+
+def _colour(dtype: str) -> str:
+    """The class that gives a dtype its colour."""
+    return dtype if dtype in _COLOURED else "other"

@@ -1,0 +1,191 @@
+"""`jamp.explain`: what autocast did with a program, read from its decision records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.extend.core import jaxpr_as_fun
+
+from jamp import _nnx, _regions, _trace
+from jamp._emit import Scribe
+from jamp._records import Record
+from jamp._regions import Options
+from jamp._report import data, html, text
+from jamp._report.attention import PolicyEntry, notices, unused_entries
+from jamp._report.operations import Counted, Module, module_of, operations
+from jamp._report.residuals import Residuals, residuals_of_call
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+_GROUPS = ("function", "equation", "module")
+
+
+@dataclass(frozen=True, repr=False)
+class Report(Counted):
+    """What runs in which dtype, and why.
+
+    `str` gives it as text, `rich.print` and notebooks show it in colour, and
+    `save_html` makes a page of it.
+
+    Attributes:
+      name: the function's name.
+      options: the options of autocast, with the defaults filled in.
+      residuals: what the backward pass keeps, if `explain` was asked for it.
+    """
+
+    name: str
+    options: Options
+    residuals: Residuals | None = None
+
+    @property
+    def header(self) -> str:
+        """A line on the device type, dtype and policy."""
+        options = self.options
+        state = "" if options.enabled else ", disabled"
+        return (
+            f"autocast on {options.device_type} to {options.dtype.name}{state}, "
+            f"policy {options.policy.name}"
+        )
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """One decision record per equation, those of inner programs included."""
+        return tuple(op.record for op in self.operations)
+
+    @property
+    def unknown(self) -> tuple[Record, ...]:
+        """Equations that ran as traced because the policy does not know them."""
+        return tuple(op.record for op in self.operations if op.unknown)
+
+    @cached_property
+    def unused(self) -> tuple[PolicyEntry, ...]:
+        """Entries of the policy that decided about no operation."""
+        return unused_entries(self.options.policy, self)
+
+    @property
+    def attention(self) -> tuple[str, ...]:
+        """What to know first, the gravest first: sentences, or none if all is well."""
+        return tuple(notices(self, self.unused))
+
+    @cached_property
+    def modules(self) -> Module:
+        """The program as a tree of modules, which are its named scopes.
+
+        What stands in none is under the name of the user's function.
+        """
+        return module_of(self.name, self.operations)
+
+    def text(self, group: str = "function") -> str:
+        """The report as text.
+
+        Args:
+          group: `'function'` for one line per listed function, module path and user
+            line; `'equation'` for one line per equation; `'module'` for the tree of
+            modules with their figures.
+
+        Raises:
+          ValueError: another `group`.
+        """
+        if group not in _GROUPS:
+            *others, last = map(repr, _GROUPS)
+            known = f"{', '.join(others)} or {last}"
+            raise ValueError(f"group must be {known}, got {group!r}")
+        return text.text(self, group)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as data that `json.dumps` takes.
+
+        Returns:
+          A dict with the keys `function`, `device_type`, `dtype`, `policy` and
+          `enabled`; `attention`, a list of sentences; `unknown`, the number of
+          equations by primitive; `unused_entries`, each with `kind`, `name`, `rule` and
+          `added`; `figures`: `equations`, `matmuls`, `low_matmuls`, `flops`,
+          `low_flop_share`, `result_bytes` by dtype, `low_byte_share`, `casts` and
+          `cast_bytes`; `residual_bytes`, by dtype under `autocast` and `as_written`, or
+          None; `modules`, a tree of `name`, `figures` and `modules`; and `operations`,
+          one dict per equation: `primitive`, `function`, `rule`, `source`, `scope`,
+          `file`, `line`, dtypes of `operands` and `results`, `times` (how often it
+          runs), `flops`, `result_bytes`, `cast_bytes`, and `casts`, each `from` a dtype
+          `to` another, of a `shape`.
+        """
+        return data.to_dict(self)
+
+    def to_html(self) -> str:
+        """The report as one HTML page, which loads nothing."""
+        return html.page(self)
+
+    def save_html(self, path: str | Path) -> None:
+        """Writes that page to a file, to open in a browser."""
+        Path(path).write_text(self.to_html(), encoding="utf-8")
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def __repr__(self) -> str:
+        return f"<Report of {self.name}: {self.header}>"
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> RenderResult:
+        from jamp._report.rich import renderables  # rich need not be installed
+
+        return renderables(self)
+
+    def _repr_html_(self) -> str:
+        return html.frame(self)
+
+
+def explain(
+    fn: Callable[..., Any], *, residuals: bool = False, **autocast_options: Any
+) -> Callable[..., Report]:
+    """Explains what `jamp.autocast` does with a function.
+
+    Args:
+      fn: the function, as given to `jamp.autocast`.
+      residuals: whether to count too what the forward pass keeps for the backward pass
+        if the floating results are differentiated with respect to the first argument
+        that holds floating arrays. It takes two more traces.
+      **autocast_options: the options of `jamp.autocast`.
+
+    Returns:
+      A function of the same arguments that returns a `Report`. It traces `fn` and
+      computes nothing.
+    """
+    autocast_options.pop("output_dtype", None)
+
+    def explained(*args: Any, **kwargs: Any) -> Report:
+        options = _regions.make_options(
+            autocast_options.get("device_type"),
+            autocast_options.get("dtype"),
+            autocast_options.get("enabled", True),
+            autocast_options.get("cache_enabled", True),
+            autocast_options.get("policy"),
+        )
+        call = _nnx.prepare(fn, args, kwargs)
+        traced = _trace.trace(call.fn, options, call.args, call.kwargs)
+        # The arrays of each argument, in the order of the leaves of (args, kwargs).
+        arguments = [*call.args, *(call.kwargs[name] for name in sorted(call.kwargs))]
+        arrays = [[*filter(_trace.is_array, jax.tree.leaves(a))] for a in arguments]
+
+        def run(scribe: Scribe, *arrays: Any) -> list[Any]:
+            return _trace.run(traced.program, arrays, options, scribe)
+
+        scribe = Scribe()
+        jax.make_jaxpr(partial(run, scribe))(*chain(*arrays))
+        kept = None
+        if residuals:
+            kept = Residuals(
+                autocast=residuals_of_call(partial(run, Scribe()), arrays),
+                as_written=residuals_of_call(jaxpr_as_fun(traced.program), arrays),
+            )
+        name = getattr(fn, "__name__", type(fn).__name__)
+        return Report(tuple(operations(scribe.entries)), name, options, kept)
+
+    return explained

@@ -1,0 +1,151 @@
+"""The lines of a report: operations that belong together, and words for them."""
+
+from __future__ import annotations
+
+import linecache
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jamp import _dtypes
+from jamp._policy import Rule
+from jamp._report.operations import Counted, Operation
+
+_SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "float64": "f64"}
+
+
+@dataclass(frozen=True)
+class Row(Counted):
+    """What a report shows in one line: equations of one call, or of one kind."""
+
+    @property
+    def first(self) -> Operation:
+        """The first of its operations."""
+        return self.operations[0]
+
+    @property
+    def name(self) -> str:
+        """The listed function, or the primitive and how many equations of it."""
+        function, count = self.first.record.ruling.function, len(self.operations)
+        if function:
+            return function.name
+        return self.primitive if count == 1 else f"{self.primitive} x{count}"
+
+    @property
+    def primitive(self) -> str:
+        """The primitive of the first."""
+        return self.first.record.primitive
+
+    @property
+    def rule(self) -> Rule:
+        """The rule that held."""
+        return self.first.record.ruling.rule
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """Short names of the dtypes of its operands."""
+        return _names(d for op in self.operations for d in op.record.operands)
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """Short names of the dtypes of its last results."""
+        return _names(self.operations[-1].record.results)
+
+    @property
+    def computes_in(self) -> str:
+        """The floating dtype of the operands of its largest operation, the widest."""
+        largest = max(self.operations, key=_weight)
+        dtypes = [d for d in largest.record.operands if d is not None]
+        floats = [d for d in dtypes if _dtypes.eligible(d) or _dtypes.is_float64(d)]
+        if not floats:
+            return "other"
+        return short(str(max(floats, key=lambda d: d.itemsize)))
+
+    @property
+    def why(self) -> str:
+        """The rule and where it comes from."""
+        source = self.first.record.ruling.source
+        return source if self.rule is Rule.AS_TRACED else f"{self.rule.value}: {source}"
+
+    @property
+    def place(self) -> str:
+        """File name and line of the user's."""
+        place = self.first.location
+        return f"{Path(place.file).name}:{place.line}" if place else ""
+
+    @property
+    def where(self) -> str:
+        """Modules, file name and line."""
+        scope = "/".join(self.first.record.scope)
+        return " ".join(part for part in (scope, self.place) if part) or "-"
+
+    @property
+    def code(self) -> str:
+        """The text of the user's line, if it can be read."""
+        place = self.first.location
+        return linecache.getline(place.file, place.line).strip() if place else ""
+
+    @property
+    def conversions(self) -> str:
+        """The conversions inserted, by dtypes."""
+        counts = Counter(
+            f"{short(cast.source.name)}->{short(cast.target.name)}"
+            for op in self.operations
+            for cast in op.record.casts
+        )
+        return ", ".join(f"{count} {cast}" for cast, count in sorted(counts.items()))
+
+
+def rows(operations: Iterable[Operation]) -> list[Row]:
+    """One row for the operations of one function at one place, in program order."""
+    groups: dict[Any, list[Operation]] = {}
+    for op in operations:
+        ruling = op.record.ruling
+        name = ruling.function.name if ruling.function else op.record.primitive
+        key = (name, ruling.rule, ruling.source, op.location, op.record.scope)
+        groups.setdefault(key, []).append(op)
+    return [Row(tuple(group)) for group in groups.values()]
+
+
+def _weight(op: Operation) -> tuple[float, int]:
+    return op.flops, op.result_bytes.total()
+
+
+def short(dtype: str) -> str:
+    """The short name of a dtype."""
+    return _SHORT.get(dtype, dtype)
+
+
+def joined(names: Iterable[str]) -> str:
+    """Names of dtypes in one word."""
+    return "+".join(names) or "-"
+
+
+def _names(dtypes: Iterable[Any]) -> tuple[str, ...]:
+    known = (short(str(d)) for d in dtypes if d is not None)
+    return tuple(dict.fromkeys(known))
+
+
+def share(value: float) -> str:
+    """A share in percent."""
+    return f"{value:.1%}"
+
+
+def amount(value: float, unit: str = "") -> str:
+    """A number with a prefix for its thousands."""
+    prefixes = ["", "k", "M", "G", "T", "P"]
+    while value >= 999.5 and len(prefixes) > 1:
+        value /= 1000
+        del prefixes[0]
+    return f"{value:.3g} {prefixes[0]}{unit}".rstrip()
+
+
+def size(nbytes: float) -> str:
+    """A number of bytes, with a binary prefix."""
+    prefixes = ["", "Ki", "Mi", "Gi", "Ti"]
+    while nbytes >= 1023.95 and len(prefixes) > 1:
+        nbytes /= 1024
+        del prefixes[0]
+    return f"{nbytes:.{1 if prefixes[0] else 0}f} {prefixes[0]}B"
