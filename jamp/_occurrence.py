@@ -84,8 +84,13 @@ def run_occurrence(
     # Records of inner programs serve all their calls; these are of this call alone.
     records = [entry for entry in entries if isinstance(entry, Record)]
     records[0].casts[:0] = casts
-    leave = Emitter(records[-1], region, scribe)
-    _settle(ruling, eqns, start + len(eqns), entering, env, leave)
+    leave, stop = Emitter(records[-1], region, scribe), start + len(eqns)
+    _settle(ruling, eqns, stop, entering, env, leave)
+    for record in records:
+        record.returns = tuple(
+            env.read(var).dtype if env.used_from(var, stop) else computed
+            for var, computed in zip(record.eqn.outvars, record.results, strict=True)
+        )
 
 
 def _run_in_float32(

@@ -46,7 +46,8 @@ class Record:
       ruling: the rule that held, and where it came from.
       scope: the user's named scopes around it, outermost first.
       operands: dtypes of its operands as computed.
-      results: dtypes of its results.
+      results: dtypes of its results, as computed.
+      returns: dtypes in which they leave the listed function that it is in, if any.
       casts: conversions inserted for it.
       caller: the call of the inner program that holds it, if it is in one.
     """
@@ -56,6 +57,7 @@ class Record:
     scope: tuple[str, ...]
     operands: tuple[Any, ...] = ()
     results: tuple[Any, ...] = ()
+    returns: tuple[Any, ...] = ()
     casts: list[Cast] = field(default_factory=list)
     caller: JaxprEqn | None = None
 

@@ -212,3 +212,18 @@ def test_a_scope_is_given_as_the_reason():
     (record,) = [r for r in report.records if r.primitive == "dot_general"]
     assert record.ruling.source == "scope 'head' in gpu*"
     assert record.scope == ("head",)
+
+
+@pytest.mark.parametrize(
+    ("fn", "name", "returns"),
+    [
+        (jax.nn.gelu, "jax.nn.gelu", "f16"),
+        (jax.nn.softmax, "jax.nn.softmax", "f32"),
+    ],
+)
+def test_a_function_returns_what_leaves_it(fn, name, returns):
+    report = jamp.explain(lambda x: fn(x @ x), device_type="gpu")(jnp.ones((4, 4)))
+    head, *lines = report.text().partition("\n\n")[2].splitlines()
+    (line,) = (line for line in lines if line.startswith(name))
+    start = head.index("returns")
+    assert line[start:].split()[0] == returns

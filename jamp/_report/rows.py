@@ -50,8 +50,10 @@ class Row(Counted):
 
     @property
     def results(self) -> tuple[str, ...]:
-        """Short names of the dtypes of its last results."""
-        return _names(self.operations[-1].record.results)
+        """Short names of the dtypes of what it returns."""
+        records = [op.record for op in self.operations]
+        leaving = [record.returns for record in records if record.returns]
+        return _names((leaving or [record.results for record in records])[-1])
 
     @property
     def computes_in(self) -> str:
