@@ -26,11 +26,7 @@ def train_step(
     def loss_fn(model: Model) -> jax.Array:
         return teacher.squared_error(model(x), y)
 
-    def scaled_loss(model: Model) -> tuple[jax.Array, jax.Array]:
-        loss = loss_fn(model)
-        return jamp.scale_loss(loss, optimizer.opt_state), loss
-
-    grads, loss = nnx.grad(scaled_loss, has_aux=True)(model)
+    loss, grads = jamp.value_and_grad(loss_fn)(optimizer.opt_state, model)
     optimizer.update(model, grads)
     return loss
 

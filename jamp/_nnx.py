@@ -79,6 +79,22 @@ def prepare(fn: Callable[..., Any], args: Any, kwargs: Any) -> Prepared:
     return Prepared(call, (structure, state, held), {}, finish)
 
 
+def value_and_grad(*arguments: Any) -> Callable[..., Any]:
+    """The `value_and_grad` for arguments: flax.nnx's if there are modules, or JAX's.
+
+    JAX's takes a module for a tree of parameters, and loses what a call changes in it.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return jax.value_and_grad
+
+    def is_module(node: Any) -> bool:
+        return isinstance(node, nnx.Module)
+
+    modules = any(map(is_module, jax.tree.leaves(arguments, is_leaf=is_module)))
+    return nnx.value_and_grad if modules else jax.value_and_grad
+
+
 def _is_node(nnx: Any, value: Any) -> bool:
     return isinstance(value, (nnx.Module, nnx.Rngs, nnx.Variable))
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jamp import _nnx
 from jamp._errors import ScalerError
 from jamp._scaler import GradScaler, ScalerState, refuse_float16, scaled, select
 from jamp.pallas_kernels import unscale_and_check
@@ -178,7 +179,7 @@ def loss_scale(opt_state: Any) -> jax.Array:
     Raises:
       ScalerError: it holds no loss scale, or several.
     """
-    state = _find(opt_state)
+    state = find_state(opt_state)
     state = state.scaler_state if isinstance(state, DynamicLossScalingState) else state
     return jnp.asarray(state.scale)
 
@@ -192,7 +193,7 @@ def last_step_skipped(opt_state: Any) -> jax.Array:
     Raises:
       ScalerError: it holds no loss scaling, or several.
     """
-    state = _find(opt_state)
+    state = find_state(opt_state)
     if not isinstance(state, DynamicLossScalingState):
         raise ScalerError(
             "a ScalerState does not know whether a step was skipped: GradScaler.step "
@@ -223,6 +224,9 @@ def value_and_grad(
 ) -> Callable[..., tuple[Any, Any]]:
     """Like `jax.value_and_grad`, of a loss that is scaled for an optimizer.
 
+    With a module of `flax.nnx` among the arguments it is like `nnx.value_and_grad`: the
+    gradients are an `nnx.State`, and the module keeps what the loss changes in it.
+
     Args:
       loss_fn: the loss, a function that returns a scalar.
       argnums: which arguments of `loss_fn` to differentiate at.
@@ -235,20 +239,20 @@ def value_and_grad(
       the optimizer's update.
     """
 
-    def with_scale(scale: jax.Array, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        value = loss_fn(*args, **kwargs)
-        loss = value[0] if has_aux else value
-        return scaled(scale, loss), value
-
     @functools.wraps(loss_fn)
     def scaled_value_and_grad(
         opt_state: Any, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        differentiate = jax.value_and_grad(
-            functools.partial(with_scale, loss_scale(opt_state)),
-            argnums,
-            has_aux=True,
-            **options,
+        scale = loss_scale(opt_state)
+
+        @functools.wraps(loss_fn)
+        def with_scale(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            value = loss_fn(*args, **kwargs)
+            loss = value[0] if has_aux else value
+            return scaled(scale, loss), value
+
+        differentiate = _nnx.value_and_grad(args, kwargs)(
+            with_scale, argnums=argnums, has_aux=True, **options
         )
         (_, value), grads = differentiate(*args, **kwargs)
         return value, grads
@@ -258,7 +262,8 @@ def value_and_grad(
     return scaled_value_and_grad
 
 
-def _find(tree: Any) -> Any:
+def find_state(tree: Any) -> Any:
+    """The state of loss scaling in a tree, of either kind; see `loss_scale`."""
     kinds = (DynamicLossScalingState, ScalerState)
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kinds))
     found = [leaf for leaf in leaves if isinstance(leaf, kinds)]

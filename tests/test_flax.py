@@ -121,6 +121,30 @@ def test_gradients_are_float32_and_the_state_is_updated(transform):
     assert model.dropout.rngs.count[...] == 1
 
 
+@pytest.mark.parametrize("jit", [lambda fn: fn, nnx.jit], ids=["eager", "jit"])
+def test_scaled_gradients_of_a_model_are_those_of_nnx_and_its_state_is_kept(jit):
+    expected, model = Net(), Net()
+    wanted_value, wanted = nnx.value_and_grad(loss)(expected, X, Y)
+    state = jamp.GradScaler(init_scale=8.0).init()
+
+    def with_aux(x, model):
+        return loss(model, x, Y), x
+
+    differentiate = jit(jamp.value_and_grad(gpu(loss)))
+    value, gradients = differentiate(state, model, X, Y)
+    assert jax.tree.structure(gradients) == jax.tree.structure(wanted)
+    near(
+        (value, jax.tree.map(lambda leaf: leaf / 8, gradients)),
+        (wanted_value, wanted),
+        0.05,
+    )
+    near(changing(model), changing(expected))
+    # A module that is not differentiated keeps its state too.
+    jamp.value_and_grad(gpu(with_aux), has_aux=True)(state, X, model=model)
+    with_aux(X, model=expected)
+    near(changing(model), changing(expected))
+
+
 def test_grad_of_a_model_returns_its_state_as_nnx_does():
     gradients = nnx.grad(gpu(loss))(Net(), X, Y)
     near(gradients, nnx.grad(loss)(Net(), X, Y), 0.05)
