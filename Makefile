@@ -1,6 +1,7 @@
 # `make train` runs the example, `make test` every check, `make test-slow` the long runs
-# that it leaves out. Each first sets up what it needs in a virtual environment: .venv,
-# or .venv-3.x when PYTHON names another Python.
+# that it leaves out, `make docs` writes the documentation to site/. Each first sets up
+# what it needs in a virtual environment: .venv, or .venv-3.x when PYTHON names another
+# Python.
 
 PYTHON ?= python3
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
@@ -18,7 +19,7 @@ BIN := $(VENV)/bin
 export JAX_PLATFORMS ?= cpu
 export PIP_NO_INPUT := 1
 
-.PHONY: train test test-slow clean
+.PHONY: train test test-slow docs clean
 
 train: $(VENV)/.installed-$(VERSION)-examples
 	$(BIN)/python examples/digits.py
@@ -31,6 +32,9 @@ test: $(VENV)/.installed-$(VERSION)-test
 
 test-slow: $(VENV)/.installed-$(VERSION)-test
 	$(BIN)/pytest -n 2 -m slow
+
+docs: $(VENV)/.installed-$(VERSION)-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf .venv .venv-* build dist *.egg-info

@@ -1,33 +1,125 @@
-"""Every Python block of the documentation runs, those of a page one after another."""
+"""The code of README and docs runs, and prints what the pages show.
 
+The blocks of a page run one after another, in a folder of their own. A block with the
+title "Output" is what the Python block before it prints; one with another title is a
+file of that name; a console block holds commands and what they print. Three dots stand
+for anything.
+"""
+
+import contextlib
+import doctest
+import io
 import re
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(
+    r'^```(?P<language>\w+)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$',
+    re.DOTALL | re.MULTILINE,
+)
+COMMAND = re.compile(r"^\$ python (.*)\n((?:(?!\$ ).*\n)*)", re.MULTILINE)
+IMPORT = re.compile(r"^(?:import|from) (\w+)", re.MULTILINE)
+
+
+class Block(NamedTuple):
+    language: str
+    title: str | None
+    text: str
+    line: int  # of its first line in the page
 
 
 def blocks(page):
-    """The Python blocks of a page, each padded so that errors name its lines."""
+    """The blocks of a page that can be held to something."""
     text = page.read_text("utf-8")
     for match in BLOCK.finditer(text):
-        yield "\n" * text.count("\n", 0, match.start(1)) + match.group(1)
+        block = Block(*match.groups(), text.count("\n", 0, match.start("text")))
+        if block.language in {"python", "console"} or block.title:
+            yield block
+
+
+def assert_shown(shown, printed):
+    # What three dots stand for may have widened a column.
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    if not doctest.OutputChecker().check_output(shown, printed, flags):
+        pytest.fail(f"the page shows\n\n{shown}\nbut this was printed:\n\n{printed}")
+
+
+def run(page):
+    """Runs the blocks of a page."""
+    names, printed = {}, ""
+    for block in blocks(page):
+        if block.title == "Output":
+            assert_shown(block.text, printed)
+        elif block.title:
+            Path(block.title).write_text(block.text, "utf-8")
+        elif block.language == "console":
+            for arguments, shown in COMMAND.findall(block.text):
+                command = [sys.executable, *arguments.split()]
+                done = subprocess.run(command, capture_output=True, text=True)
+                assert_shown(shown, done.stdout + done.stderr)
+        else:
+            # Padded, so that errors name the lines of the page.
+            code = compile("\n" * block.line + block.text, str(page), "exec")
+            with contextlib.redirect_stdout(io.StringIO()) as output:
+                exec(code, names)
+            printed = output.getvalue()
+
+
+@pytest.fixture
+def page(request, tmp_path, monkeypatch):
+    """A page, with the working directory in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    found = request.param
+    if isinstance(found, str):
+        (tmp_path / "page.md").write_text(found)
+        found = tmp_path / "page.md"
+    for block in blocks(found):
+        for name in IMPORT.findall(block.text) if block.language == "python" else ():
+            if find_spec(name) is None:
+                pytest.skip(f"the page uses {name}, which is not installed")
+    return found
 
 
 @pytest.mark.parametrize(
-    "page", [p for p in PAGES if any(blocks(p))], ids=lambda p: p.name
+    "page",
+    [page for page in PAGES if any(blocks(page))],
+    indirect=True,
+    ids=lambda page: page.name,
 )
 def test_the_code_of_a_page_runs(page):
-    names = {}
-    for block in blocks(page):
-        exec(compile(block, str(page), "exec"), names)
+    run(page)
 
 
-def test_a_block_that_fails_is_found(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("Text.\n\n```python\nassert 1 == 2\n```\n")
-    with pytest.raises(AssertionError):
-        test_the_code_of_a_page_runs(page)
+WRONG = {
+    "code": "```python\nassert 1 == 2\n```\n",
+    "output": '```python\nprint(1)\n```\n\n```text title="Output"\n2\n```\n',
+    "command": "```console\n$ python --version\nPython 2.7\n```\n",
+    "file": '```text title="a.py"\nx = 1\n```\n\n```console\n$ python a.py\n1\n```\n',
+}
+
+
+@pytest.mark.parametrize("page", WRONG.values(), ids=WRONG, indirect=True)
+def test_what_is_wrong_on_a_page_is_found(page):
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        run(page)
+
+
+RIGHT = {
+    "continued": "```python\nx = 1\n```\n\n```python\nassert x == 1\n```\n",
+    "output": '```python\nprint(1, 2)\n```\n\n```text title="Output"\n1 ...\n```\n',
+    "command": "```console\n$ python -c print(1)\n1\n$ python -c print(2)\n2\n```\n",
+    "file": '```text title="a.py"\nprint()\n```\n\n```console\n$ python a.py\n\n```\n',
+}
+
+
+@pytest.mark.parametrize("page", RIGHT.values(), ids=RIGHT, indirect=True)
+def test_what_is_right_on_a_page_passes(page):
+    run(page)
