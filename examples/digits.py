@@ -63,7 +63,7 @@ class DigitNet(nn.Module):
             x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(x)
             x = nn.relu(x)
         x = nn.max_pool(x, (2, 2), strides=(2, 2))
-        x = x.reshape(len(x), -1)
+        x = x.reshape(x.shape[0], -1)
         x = nn.relu(nn.Dense(1024)(x))
         return nn.Dense(10)(x)
 

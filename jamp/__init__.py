@@ -14,6 +14,7 @@ from jamp._errors import JampWarning as JampWarning
 from jamp._errors import PolicyError as PolicyError
 from jamp._errors import ScalerError as ScalerError
 from jamp._errors import ScalerTypeError as ScalerTypeError
+from jamp._metrics import metrics as metrics
 from jamp._optax import DynamicLossScalingState as DynamicLossScalingState
 from jamp._optax import dynamic_loss_scaling as dynamic_loss_scaling
 from jamp._optax import last_step_skipped as last_step_skipped
@@ -52,6 +53,7 @@ __all__ = [
     "is_autocast_enabled",
     "last_step_skipped",
     "loss_scale",
+    "metrics",
     "scale_loss",
     "value_and_grad",
 ]

@@ -7,6 +7,7 @@ import custom_functions
 import distributed
 import gradient_penalty
 import jax
+import multi_process
 import numpy as np
 import plain_loop
 import pytest
@@ -64,11 +65,22 @@ def test_a_resumed_run_is_bit_identical():
     assert checkpointing.main()
 
 
-def test_both_ways_of_sharding_train_alike():
+def test_all_ways_of_sharding_train_alike():
     results = distributed.main()
-    losses = [result["loss"] for result in results.values()]
-    assert losses[0] == pytest.approx(losses[1], rel=0.1)
+    losses = [result.loss for result in results.values()]
+    assert losses == pytest.approx([losses[0]] * 3, rel=0.01)
     for result in results.values():
-        assert result["skipped"] < 5
-        for leaf in jax.tree.leaves(result["params"]):
+        assert result.skipped == 1
+        for leaf in jax.tree.leaves(result.params):
             assert len(leaf.sharding.device_set) == len(jax.devices())
+    whole, part, same_part = (result.bytes_per_device for result in results.values())
+    assert part == same_part
+    assert part < whole / 7  # of 8 devices; the counters are on each
+
+
+def test_two_processes_skip_together_and_end_up_equal():
+    first, second = multi_process.main(["--steps", "20"])
+    assert first == second
+    assert first["processes"] == 2
+    assert first["skipped"] == 1
+    assert first["last"] < first["first"]
