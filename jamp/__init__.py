@@ -6,6 +6,8 @@ from jamp._autocast import is_autocast_available as is_autocast_available
 from jamp._autocast import is_autocast_enabled as is_autocast_enabled
 from jamp._custom import custom_bwd as custom_bwd
 from jamp._custom import custom_fwd as custom_fwd
+from jamp._diagnosis import Diagnosis as Diagnosis
+from jamp._diagnosis import diagnose as diagnose
 from jamp._errors import AutocastError as AutocastError
 from jamp._errors import AutocastTypeError as AutocastTypeError
 from jamp._errors import BannedOpError as BannedOpError
@@ -33,6 +35,7 @@ __all__ = [
     "AutocastError",
     "AutocastTypeError",
     "BannedOpError",
+    "Diagnosis",
     "DynamicLossScalingState",
     "GradScaler",
     "JampError",
@@ -46,6 +49,7 @@ __all__ = [
     "autocast",
     "custom_bwd",
     "custom_fwd",
+    "diagnose",
     "dynamic_loss_scaling",
     "explain",
     "get_autocast_dtype",

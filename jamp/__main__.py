@@ -1,20 +1,24 @@
-"""`python -m jamp`: what autocast would do on this machine, and policies as text."""
+"""`python -m jamp`: what autocast would do here or does with a function; policies."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
 
 import jax
 
-from jamp import Policy, __version__
+from jamp import Diagnosis, Policy, Report, __version__, diagnose, explain
 from jamp._errors import JampError
 from jamp._policy import Rule
 from jamp._processor import multiplies_bfloat16
 from jamp._regions import device_kind
+from jamp._target import Inputs, load_function, load_inputs, users_code
 
 _BFLOAT16 = {
     True: "has instructions for it",
@@ -30,15 +34,15 @@ def main(arguments: list[str] | None = None) -> int:
       arguments: what stands after `python -m jamp`; by default the process's own.
 
     Returns:
-      The exit code: 0, or 1 for an error of the user's or, of `policy --diff`, if the
-      policies differ.
+      The exit code: 0; 1 if `policy --diff` found a difference or `diagnose` a fault;
+      2 for an error of the user's.
     """
     chosen = _parser().parse_args(arguments)
     try:
         lines, code = chosen.run(chosen)
-    except JampError as error:
+    except (JampError, OSError) as error:
         sys.stderr.write(f"jamp: {error}\n")
-        return 1
+        return 2
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     return int(code)
 
@@ -72,7 +76,63 @@ def _parser() -> argparse.ArgumentParser:
         help="print what differs from another policy; exit code 1 if anything does",
     )
     policy.set_defaults(run=_policy)
+    _add_explain(commands.add_parser)
+    _add_diagnose(commands.add_parser)
     return parser
+
+
+def _add_explain(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
+    explain = add_parser(
+        "explain",
+        help="what autocast does with a function, and why",
+        description="Prints what autocast does with a function: what runs in which "
+        "dtype, and why. The function is traced, not run.",
+    )
+    _add_target(explain)
+    explain.add_argument(
+        "--group",
+        choices=("function", "module", "equation"),
+        default="function",
+        help="what a line stands for (default: %(default)s)",
+    )
+    explain.add_argument("--html", metavar="FILE", help="write a page for a browser")
+    explain.add_argument("--json", metavar="FILE", help="write the report as data")
+    explain.set_defaults(run=_explain)
+
+
+def _add_diagnose(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
+    diagnose = add_parser(
+        "diagnose",
+        help="where 16 bits hurt a function, and what to do",
+        description="Runs a function in float32 and under autocast side by side, and "
+        "prints where 16 bits hurt and what would cure it. Exit code 1 if they do.",
+    )
+    _add_target(diagnose)
+    diagnose.add_argument(
+        "--loss-scale",
+        type=float,
+        metavar="SCALE",
+        help="also run the gradient of the function, a loss multiplied by this",
+    )
+    diagnose.add_argument("--plot", metavar="FILE", help="draw exponents, as PNG")
+    diagnose.add_argument("--json", metavar="FILE", help="write the diagnosis as data")
+    diagnose.set_defaults(run=_diagnose)
+
+
+def _add_target(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "function", help="module:function, as in train:loss_fn, or file.py:function"
+    )
+    command.add_argument(
+        "inputs",
+        help="a Python file that sets args, a tuple of the function's arguments, and "
+        "kwargs, a dict, if wanted",
+    )
+    command.add_argument(
+        "--device-type", help="gpu, cpu or tpu; by default the device that there is"
+    )
+    command.add_argument("--dtype", help="float16 or bfloat16; by default the policy's")
+    command.add_argument("--policy", help="gpu, cpu, tpu or the path of a TOML file")
 
 
 def _info(chosen: argparse.Namespace) -> tuple[list[str], int]:
@@ -103,6 +163,44 @@ def _policy(chosen: argparse.Namespace) -> tuple[list[str], int]:
         return list(_printed(policy)), 0
     lines = list(_compared(policy, Policy.load(chosen.diff)))
     return lines, bool(lines)
+
+
+def _loaded(chosen: argparse.Namespace) -> tuple[Any, Inputs, dict[str, Any]]:
+    """The function, its inputs, and options of autocast."""
+    options = {
+        "device_type": chosen.device_type,
+        "dtype": chosen.dtype,
+        "policy": None if chosen.policy is None else Policy.load(chosen.policy),
+    }
+    return load_function(chosen.function), load_inputs(chosen.inputs), options
+
+
+def _explain(chosen: argparse.Namespace) -> tuple[list[str], int]:
+    function, (args, kwargs), options = _loaded(chosen)
+    with users_code(f"tracing {chosen.function}"):
+        report = explain(function, **options)(*args, **kwargs)
+    if chosen.html is not None:
+        report.save_html(chosen.html)
+    _save_json(chosen.json, report)
+    return [report.text(chosen.group)], 0
+
+
+def _diagnose(chosen: argparse.Namespace) -> tuple[list[str], int]:
+    function, (args, kwargs), options = _loaded(chosen)
+    with users_code(f"running {chosen.function}"):
+        diagnosis = diagnose(function, loss_scale=chosen.loss_scale, **options)(
+            *args, **kwargs
+        )
+    if chosen.plot is not None:
+        diagnosis.plot(chosen.plot)
+    _save_json(chosen.json, diagnosis)
+    return [diagnosis.text()], not diagnosis.healthy
+
+
+def _save_json(file: str | None, result: Report | Diagnosis) -> None:
+    if file is not None:
+        data = json.dumps(result.to_dict(), indent=2)
+        Path(file).write_text(data + "\n", encoding="utf-8")
 
 
 def _rules(policy: Policy) -> dict[str, Rule]:

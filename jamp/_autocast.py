@@ -234,9 +234,7 @@ def get_autocast_dtype(device_type: str | None = None) -> _dtypes.DType:
         device_type is None or _regions.device_kind(device_type) == options.device_type
     ):
         return options.dtype
-    return _regions.make_options(
-        _regions.device_kind(device_type), None, True, True, None
-    ).dtype
+    return _regions.make_options(_regions.device_kind(device_type)).dtype
 
 
 def is_autocast_available(device_type: str) -> bool:

@@ -8,7 +8,7 @@ differentiation, vmap and every other transformation.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -66,7 +66,11 @@ def check_options(device_type: Any, dtype: Any, policy: Any) -> None:
 
 
 def make_options(
-    device_type: Any, dtype: Any, enabled: bool, cache_enabled: bool, policy: Any
+    device_type: Any = None,
+    dtype: Any = None,
+    enabled: bool = True,
+    cache_enabled: bool = True,
+    policy: Any = None,
 ) -> Options:
     """Fills in the defaults of `jamp.autocast`'s arguments."""
     check_options(device_type, dtype, policy)
@@ -84,6 +88,23 @@ def make_options(
         enabled=bool(enabled),
         cache_enabled=bool(cache_enabled),
     )
+
+
+_NAMES = frozenset("device_type dtype enabled cache_enabled policy".split())
+
+
+def check_named_options(function: str, named: Mapping[str, Any]) -> None:
+    """Checks arguments of a function that takes those of `jamp.autocast` by name."""
+    unknown = sorted(named.keys() - _NAMES - {"output_dtype"})
+    if unknown:
+        raise AutocastTypeError(
+            f"{function} takes the options of jamp.autocast, not {', '.join(unknown)}"
+        )
+
+
+def make_named_options(named: Mapping[str, Any]) -> Options:
+    """Fills in the defaults of such arguments; `output_dtype` is none of a region's."""
+    return make_options(**{name: named[name] for name in named.keys() & _NAMES})
 
 
 def _low_dtype(dtype: Any) -> DType:

@@ -1,9 +1,12 @@
 """`python -m jamp`: what it prints, and its exit codes."""
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import jamp
@@ -51,7 +54,7 @@ def test_a_difference_is_a_line_and_an_exit_code(capsys):
 def test_a_file_that_is_no_policy_is_an_error_without_a_traceback(tmp_path, capsys):
     file = tmp_path / "mine.toml"
     file.write_text('name = "mine"\nextends = "gpu"\n[lower]\nprimitives = ["sine"]\n')
-    assert main(["policy", str(file)]) == 1
+    assert main(["policy", str(file)]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("jamp: ")
@@ -66,3 +69,116 @@ def test_it_runs_as_a_module():
     with pytest.raises(SystemExit) as wrong_usage:
         main(["nothing"])
     assert wrong_usage.value.code == 2
+
+
+TRAINING = """
+import jax.numpy as jnp
+
+def loss_fn(w, x, *, power=1):
+    return jnp.mean(x @ w) ** power
+
+def energy(w, x):
+    return jnp.sum((x @ w) * (x @ w))
+
+def broken(w, x):
+    return x @ w.no_such_thing
+
+ready = 3
+"""
+INPUTS = """
+import jax.numpy as jnp
+
+args = (jnp.ones((4, 2)), jnp.ones((3, 4)))
+"""
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A folder with a module, train, and inputs of its functions."""
+    (tmp_path / "train.py").write_text(TRAINING, encoding="utf-8")
+    (tmp_path / "inputs.py").write_text(INPUTS, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    sys.modules.pop("train", None)
+
+
+@pytest.mark.parametrize("target", ["train:loss_fn", "train.py:loss_fn"])
+def test_explain_prints_what_autocast_does_with_a_function(target, project, capsys):
+    options = ["--device-type", "gpu", "--group", "equation"]
+    assert main(["explain", target, "inputs.py", *options]) == 0
+    printed = capsys.readouterr().out
+    assert "autocast on gpu to float16" in printed
+    assert "train.py:5" in printed
+
+
+def test_explain_writes_a_page_and_data(project):
+    files = ["--html", "report.html", "--json", "report.json"]
+    assert main(["explain", "train:loss_fn", "inputs.py", *files]) == 0
+    assert "dot_general" in Path("report.html").read_text(encoding="utf-8")
+    data = json.loads(Path("report.json").read_text(encoding="utf-8"))
+    report = jamp.explain(lambda w, x: x @ w)(jnp.ones((4, 2)), jnp.ones((3, 4)))
+    assert data.keys() == report.to_dict().keys()
+
+
+def test_inputs_may_name_arguments(project, capsys):
+    file = project / "inputs.py"
+    file.write_text(INPUTS + "kwargs = {'power': 2}\n", encoding="utf-8")
+    assert main(["explain", "train:loss_fn", "inputs.py"]) == 0
+    assert "integer_pow" in capsys.readouterr().out
+
+
+def test_diagnose_finds_nothing_in_a_healthy_function(project):
+    assert main(["diagnose", "train:loss_fn", "inputs.py"]) == 0
+
+
+def test_diagnose_names_a_fault_and_exits_with_1(project, capsys):
+    inputs = INPUTS.replace("args = (", "args = (1000 * ")
+    (project / "inputs.py").write_text(inputs, encoding="utf-8")
+    files = ["--plot", "exponents.png", "--json", "diagnosis.json"]
+    options = ["--device-type", "gpu", *files]
+    assert main(["diagnose", "train:energy", "inputs.py", *options]) == 1
+    assert "train.py:8" in capsys.readouterr().out
+    assert Path("exponents.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads(Path("diagnosis.json").read_text(encoding="utf-8"))["findings"]
+
+
+@pytest.mark.parametrize(
+    ("target", "inputs", "message"),
+    [
+        ("train", "inputs.py", "write module:function"),
+        ("train:", "inputs.py", "write module:function"),
+        ("train:nothing", "inputs.py", "train has no 'nothing'"),
+        ("train:ready", "inputs.py", "train:ready is a int, not a function"),
+        ("no_such_module:fn", "inputs.py", "importing no_such_module failed: Module"),
+        ("absent.py:fn", "inputs.py", "there is no file absent.py"),
+        ("train:loss_fn", "absent.py", "there is no file absent.py"),
+        ("train:loss_fn", "train.py", "train.py must set args, a tuple"),
+        ("train:broken", "inputs.py", "train.py:11: AttributeError"),
+    ],
+)
+@pytest.mark.parametrize("command", ["explain", "diagnose"])
+def test_what_cannot_be_used_is_an_error_without_a_traceback(
+    command, target, inputs, message, project, capsys
+):
+    assert main([command, target, inputs]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("jamp: ")
+    assert message in printed.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--dtype", "float32"], "float32"),
+        (["--device-type", "abacus"], "abacus"),
+        (["--policy", "absent.toml"], "absent.toml"),
+        (["--json", "no_such_folder/report.json"], "no_such_folder"),
+    ],
+)
+def test_wrong_options_are_errors_without_a_traceback(
+    options, message, project, capsys
+):
+    assert main(["explain", "train:loss_fn", "inputs.py", *options]) == 2
+    assert message in capsys.readouterr().err

@@ -227,3 +227,8 @@ def test_a_function_returns_what_leaves_it(fn, name, returns):
     (line,) = (line for line in lines if line.startswith(name))
     start = head.index("returns")
     assert line[start:].split()[0] == returns
+
+
+def test_an_option_that_autocast_does_not_take_is_an_error():
+    with pytest.raises(jamp.AutocastTypeError, match=r"explain .* not dtyp$"):
+        jamp.explain(jnp.sin, dtyp=jnp.float16)

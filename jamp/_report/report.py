@@ -157,17 +157,14 @@ def explain(
     Returns:
       A function of the same arguments that returns a `Report`. It traces `fn` and
       computes nothing.
+
+    Raises:
+      AutocastTypeError: an option that `jamp.autocast` does not take.
     """
-    autocast_options.pop("output_dtype", None)
+    _regions.check_named_options("explain", autocast_options)
 
     def explained(*args: Any, **kwargs: Any) -> Report:
-        options = _regions.make_options(
-            autocast_options.get("device_type"),
-            autocast_options.get("dtype"),
-            autocast_options.get("enabled", True),
-            autocast_options.get("cache_enabled", True),
-            autocast_options.get("policy"),
-        )
+        options = _regions.make_named_options(autocast_options)
         call = _nnx.prepare(fn, args, kwargs)
         traced = _trace.trace(call.fn, options, call.args, call.kwargs)
         # The arrays of each argument, in the order of the leaves of (args, kwargs).

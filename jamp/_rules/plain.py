@@ -26,7 +26,7 @@ _BROADCASTING = frozenset(
     {"add", "atan2", "div", "max", "min", "mul", "pow", "rem", "sub"}
 )
 
-_SCATTERS = {
+SCATTERS = {
     "scatter": jax.lax.scatter,
     "scatter-add": jax.lax.scatter_add,
     "scatter-max": jax.lax.scatter_max,
@@ -66,7 +66,7 @@ def _bound_to_dtypes(eqn: JaxprEqn) -> bool:
     name = eqn.primitive.name
     if name in MATMULS:
         return explicit_precision(eqn)
-    return name not in _SCATTERS and any(True for _ in jaxprs_in_params(eqn.params))
+    return name not in SCATTERS and any(True for _ in jaxprs_in_params(eqn.params))
 
 
 def emit(
@@ -124,22 +124,24 @@ def _bind_changed(
     eqn: JaxprEqn, arrays: Sequence[Any], dtypes: Sequence[Any], region: Options
 ) -> list[Any]:
     """Binds with parameters that fit the new dtypes of the operands."""
-    scatter = _SCATTERS.get(eqn.primitive.name)
-    if scatter is not None:
-        # The parameters hold a program for one element in the traced dtype.
-        return [
-            scatter(
-                arrays[0],
-                arrays[1],
-                arrays[2],
-                eqn.params["dimension_numbers"],
-                indices_are_sorted=eqn.params["indices_are_sorted"],
-                unique_indices=eqn.params["unique_indices"],
-                mode=eqn.params["mode"],
-            )
-        ]
+    if eqn.primitive.name in SCATTERS:
+        return [scatter(eqn, arrays)]
     preferred = eqn.params.get("preferred_element_type")
     if preferred is not None and _dtypes.eligible(np.dtype(preferred)):
         params = product_params(eqn, _dtypes.widest(dtypes[:2]), region.device_type)
         return bind(eqn, arrays, **params)
     return bind(eqn, arrays)
+
+
+def scatter(eqn: JaxprEqn, arrays: Sequence[Any]) -> Any:
+    """Scatters in other dtypes: an equation's program for one element is in its own."""
+    operand, indices, updates = arrays
+    return SCATTERS[eqn.primitive.name](
+        operand,
+        indices,
+        updates,
+        eqn.params["dimension_numbers"],
+        indices_are_sorted=eqn.params["indices_are_sorted"],
+        unique_indices=eqn.params["unique_indices"],
+        mode=eqn.params["mode"],
+    )

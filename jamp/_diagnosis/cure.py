@@ -1,0 +1,156 @@
+"""The smallest set of changes that cures a program, found by running it again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jamp._diagnosis.diagnosis import Suggestion
+from jamp._diagnosis.examine import Examination, run_again
+from jamp._diagnosis.program import Settings, Subject
+from jamp._diagnosis.suggest import Change, changes_for, last_resorts
+from jamp._functions import Function
+
+# How many faults are cured one after another, where one change does not cure all.
+ROUNDS = 6
+
+Examine = Callable[[Settings], Examination]
+
+
+def find_cure(
+    subject: Subject, before: Examination, examine: Examine
+) -> tuple[list[Change], bool]:
+    """Changes that cure a program.
+
+    Args:
+      subject: the function and its arguments.
+      before: its examination.
+      examine: examines it under other settings.
+
+    Returns:
+      The changes, and whether they cure it. Without a cure they are none.
+    """
+
+    def cures(changes: Iterable[Change]) -> bool:
+        settings = _applied(before.settings, changes)
+        return not run_again(subject, settings, before)
+
+    chosen: list[Change] = []
+    examination = before
+    for _ in range(ROUNDS):
+        candidates = _candidates(examination)
+        for change in candidates:
+            if cures([*chosen, change]):
+                return _smallest([*chosen, change], cures), True
+        step = _step(examination, candidates, examine)
+        if step is None:
+            break
+        change, examination = step
+        chosen.append(change)
+    for change in last_resorts(before.faults[0], before):
+        if cures([change]):
+            return [change], True
+    return [], False
+
+
+def _candidates(examination: Examination) -> list[Change]:
+    """Changes for all faults; what all have in common comes once."""
+    found: dict[Any, Change] = {}
+    for fault in examination.faults:
+        for change in changes_for(fault, examination):
+            found.setdefault((change.kind, change.value), change)
+    return list(found.values())
+
+
+def _step(
+    examination: Examination, candidates: Sequence[Change], examine: Examine
+) -> tuple[Change, Examination] | None:
+    """The first change after which the first fault is gone, and others are left."""
+    # Compiled as a whole, a program rounds a little otherwise than step by step.
+    if not examination.faults or examination.faults[0].measured is None:
+        return None
+    site = examination.faults[0].measured.site
+    place = (site.location, site.scaled)
+    for change in candidates:
+        if not change.covers(site):
+            continue
+        after = examine(change.apply(examination.settings))
+        places = [
+            (f.measured.site.location, f.measured.site.scaled)
+            for f in after.faults
+            if f.measured is not None
+        ]
+        if place not in places:
+            return change, after
+    return None
+
+
+def _smallest(
+    changes: list[Change], cures: Callable[[Iterable[Change]], bool]
+) -> list[Change]:
+    """The changes without those that the others do not need."""
+    for change in changes[:-1]:
+        rest = [other for other in changes if other is not change]
+        if cures(rest):
+            changes = rest
+    return changes
+
+
+def _applied(settings: Settings, changes: Iterable[Change]) -> Settings:
+    for change in changes:
+        settings = change.apply(settings)
+    return settings
+
+
+def suggestions_of(
+    changes: Sequence[Change], settings: Settings, own_policy: bool
+) -> tuple[Suggestion, ...]:
+    """What to write for some changes, which together cure a program.
+
+    Args:
+      changes: the changes.
+      settings: how the program was run before.
+      own_policy: whether the user passed a policy.
+    """
+    found = []
+    rules = [c for c in changes if c.kind in ("function", "scope", "primitive")]
+    if rules:
+        kind = settings.options.device_type
+        base = "policy" if own_policy else f'jamp.Policy.load("{kind}")'
+        policy = _applied(settings, rules).options.policy
+        reason = "; ".join(change.reason for change in rules)
+        options = {"policy": policy}
+        code = f"policy = {base}{_rules(rules)}"
+        found.append(Suggestion(code, reason, True, options))
+    for change in changes:
+        if change.kind == "loss_scale":
+            code = f"scaler = jamp.GradScaler(init_scale={change.value})"
+            found.append(Suggestion(code, change.reason, True, loss_scale=change.value))
+        elif change.kind == "region":
+            file, line = change.value
+            code = (
+                f"with jamp.autocast(enabled=False):  # around {Path(file).name}:{line}"
+            )
+            found.append(Suggestion(code, change.reason, True))
+        elif change.kind == "dtype":
+            code = "jamp.autocast(fn, dtype=jnp.bfloat16)"
+            options = {"dtype": change.value}
+            found.append(Suggestion(code, change.reason, True, options))
+    return tuple(found)
+
+
+def _rules(changes: Sequence[Change]) -> str:
+    entries = [_entry(c.value) for c in changes if c.kind != "scope"]
+    code = f".with_rules(float32=[{', '.join(entries)}])" if entries else ""
+    for change in changes:
+        if change.kind == "scope":
+            code += f'.scoped("{change.value}", "float32")'
+    return code
+
+
+def _entry(value: Any) -> str:
+    if not isinstance(value, Function):
+        return f'"{value}"'
+    # A function that no dotted name leads to is given as an object.
+    return f'"{value.name}"' if "." in value.name else value.name

@@ -1,0 +1,231 @@
+"""`jamp.Diagnosis`: what `jamp.diagnose` found, as data and as text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jamp._diagnosis.measure import LOWEST_EXPONENT
+from jamp._origin import Location
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One operation in which something went wrong.
+
+    Attributes:
+      kind: `'overflow'` (not finite though float32 is), `'underflow'` (zero or nearly
+        so), `'precision'` (too far from float32) or `'float32'` (not finite in float32
+        either).
+      operation: the primitive.
+      dtype: the dtype that it computed.
+      location: the user's line.
+      scope: the named scopes around it, such as the path of a module.
+      gradient: whether it is part of the backward pass.
+      iteration: of the loop that it stands in, where that is known.
+      message: what happened, in words.
+    """
+
+    kind: str
+    operation: str
+    dtype: str
+    location: Location | None
+    scope: str
+    gradient: bool
+    iteration: int | None
+    message: str
+
+    def __str__(self) -> str:
+        nowhere = "the loss itself" if self.gradient else "unknown location"
+        where = self.location or nowhere
+        scope = f", in {self.scope}" if self.scope else ""
+        return f"{self.kind}: {self.message}\n    at {where}{scope}"
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """One change that cures what was found, or part of it.
+
+    Attributes:
+      code: what to write.
+      reason: why, in words.
+      cured: whether the program with all suggestions was run again and found healthy.
+      options: what of it goes to `jamp.autocast`, as keyword arguments.
+      loss_scale: the loss scale, where that is what to change.
+    """
+
+    code: str
+    reason: str
+    cured: bool
+    options: Mapping[str, Any] = field(default_factory=dict)
+    loss_scale: float | None = None
+
+    def __str__(self) -> str:
+        state = "ran again: healthy" if self.cured else "not verified"
+        return f"{self.code}\n    {self.reason} ({state})"
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How large the 16-bit values of a module are, in float32.
+
+    Attributes:
+      module: its path, or the function that the values are computed in.
+      gradient: whether they are gradients of the scaled loss.
+      counts: how many values have which exponent, beginning with 2^-64; larger and
+        smaller ones count at the ends.
+    """
+
+    module: str
+    gradient: bool
+    counts: np.ndarray[Any, Any] = field(compare=False)
+
+    @property
+    def exponents(self) -> np.ndarray[Any, Any]:
+        """The exponents that `counts` counts."""
+        return np.arange(LOWEST_EXPONENT, LOWEST_EXPONENT + len(self.counts))
+
+
+@dataclass(frozen=True)
+class Underflow:
+    """An operation that lost small numbers; often harmless.
+
+    Attributes:
+      operation: the primitive.
+      location: the user's line.
+      flushed: the share of its nonzero elements that became zero.
+      subnormal: the share that is left with fewer digits than the dtype has.
+    """
+
+    operation: str
+    location: Location | None
+    flushed: float
+    subnormal: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.flushed:.1%} zero, {self.subnormal:.1%} subnormal: "
+            f"{self.operation} at {self.location or 'unknown location'}"
+        )
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What autocast did to the numbers of a program.
+
+    Attributes:
+      header: a line on the autocast and the loss scale.
+      dtype: the 16-bit dtype.
+      findings: the operations at fault, in the program's order.
+      suggestions: what cures them; empty if nothing is wrong.
+      errors: the root mean square error of each result, relative to that of its value
+        in float32; inf for one that is not finite.
+      gradient_error: the error of the gradient as a whole; None without a loss scale.
+      underflows: the operations with the most underflow.
+      histograms: the sizes of 16-bit values, module by module.
+      loss_scale: the loss scale that it was run with.
+      scale_window: the smallest loss scale that keeps nine tenths of the gradients'
+        elements from becoming zero, and the largest that keeps all finite; None without
+        a loss scale.
+    """
+
+    header: str
+    dtype: str
+    findings: tuple[Finding, ...]
+    suggestions: tuple[Suggestion, ...]
+    errors: Mapping[str, float]
+    gradient_error: float | None
+    underflows: tuple[Underflow, ...]
+    histograms: tuple[Histogram, ...]
+    loss_scale: float | None
+    scale_window: tuple[float, float] | None
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.findings
+
+    def text(self) -> str:
+        """The diagnosis as text."""
+        lines = [self.header, ""]
+        lines += list(map(str, self.findings)) or [
+            "healthy: nothing is further from float32 than rounding explains"
+        ]
+        if self.suggestions:
+            lines += ["", "to cure it:", *map(str, self.suggestions)]
+        results = {
+            label: error
+            for label, error in self.errors.items()
+            if not label.startswith("gradient")
+        }
+        lines.append("")
+        if results:
+            label = max(results, key=lambda label: results[label])
+            lines.append(f"largest error of a result: {results[label]:.2g} ({label})")
+        if self.gradient_error is not None:
+            lines.append(f"error of the gradient as a whole: {self.gradient_error:.2g}")
+        if self.scale_window:
+            low, high = self.scale_window
+            lines.append(
+                f"loss scales that fit: {low:g} to {high:g}"
+                if low <= high
+                else f"no loss scale fits all gradients: some want {low:g}, others "
+                f"overflow above {high:g}"
+            )
+        if self.underflows:
+            lines += ["most underflow:", *(f"  {u}" for u in self.underflows)]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The diagnosis as numbers, strings, lists and dicts, as JSON takes them."""
+        findings = [asdict(finding) for finding in self.findings]
+        underflows = [asdict(underflow) for underflow in self.underflows]
+        return {
+            "header": self.header,
+            "dtype": self.dtype,
+            "healthy": self.healthy,
+            "findings": findings,
+            "suggestions": [
+                {"code": s.code, "reason": s.reason, "cured": s.cured}
+                for s in self.suggestions
+            ],
+            "errors": {label: _finite(error) for label, error in self.errors.items()},
+            "gradient_error": _finite(self.gradient_error),
+            "underflows": underflows,
+            "histograms": [
+                {
+                    "module": histogram.module,
+                    "gradient": histogram.gradient,
+                    "counts": histogram.counts.tolist(),
+                }
+                for histogram in self.histograms
+            ],
+            "loss_scale": self.loss_scale,
+            "scale_window": list(self.scale_window) if self.scale_window else None,
+        }
+
+    def plot(self, path: str | Path) -> None:
+        """Draws the sizes of activations and gradients beside the dtype's range.
+
+        Args:
+          path: the picture to write; its suffix is its format.
+
+        Raises:
+          ImportError: matplotlib is not installed.
+        """
+        from jamp._diagnosis.plot import save_plot
+
+        save_plot(self, path)
+
+
+def _finite(number: float | None) -> float | None:
+    """A number as JSON has it: there is no infinity."""
+    return number if number is not None and math.isfinite(number) else None

@@ -1,0 +1,230 @@
+"""`jamp.diagnose`: runs a program in float32 and under autocast, side by side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jamp import _regions
+from jamp._diagnosis.cure import find_cure, suggestions_of
+from jamp._diagnosis.diagnosis import (
+    Diagnosis,
+    Finding,
+    Histogram,
+    Suggestion,
+    Underflow,
+)
+from jamp._diagnosis.examine import Examination, examine, scale_window
+from jamp._diagnosis.judge import Fault, gradient_error
+from jamp._diagnosis.program import Settings, Subject
+from jamp._diagnosis.progress import shown
+from jamp._diagnosis.walk import Measured, Site, Steps
+from jamp._dtypes import narrow
+from jamp._errors import AutocastError, AutocastTypeError
+
+# How many operations with underflow are listed.
+_LISTED = 3
+
+
+def diagnose(
+    fn: Callable[..., Any],
+    *,
+    loss_scale: float | None = None,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    progress: bool | None = None,
+    **autocast_options: Any,
+) -> Callable[..., Diagnosis]:
+    """Finds the operations whose numbers autocast spoils, and what cures them.
+
+    Runs the program under autocast and in float32 side by side, operation by operation,
+    through jit, loops, branches, checkpoints and functions with derivative rules. Where
+    results, or gradients, are not what float32 gives, it names the operations in which
+    that began, and looks for the smallest change that cures it, by running the program
+    again.
+
+        print(jamp.diagnose(loss_fn, loss_scale=2.0**15)(params, batch))
+
+    Branches, the lengths of loops and all integers are those of the run under autocast,
+    in both.
+
+    Args:
+      fn: the function, as given to `jamp.autocast`.
+      loss_scale: the factor of the loss, 1 for none; with it, `fn` returns a scalar
+        loss, and its gradient is diagnosed too.
+      argnums: which arguments the gradient is taken of; of `flax.nnx` modules, it is
+        taken of all their floating state.
+      has_aux: whether `fn` returns a pair of the loss and something else.
+      progress: whether to show how far it is, on stderr; by default if that is a
+        terminal.
+      **autocast_options: the options of `jamp.autocast`.
+
+    Returns:
+      A function of the same arguments that returns a `Diagnosis`.
+
+    Raises:
+      AutocastError: an option or a loss scale that there is not, or a gradient is asked
+        for of what is no scalar loss.
+      AutocastTypeError: `fn` is not callable, or there are no arrays to run it on.
+    """
+    _check(fn, loss_scale, autocast_options)
+
+    def diagnosed(*args: Any, **kwargs: Any) -> Diagnosis:
+        settings = _settings(loss_scale, autocast_options)
+        chosen = () if loss_scale is None else argnums
+        subject = Subject.of(fn, args, kwargs, chosen, has_aux)
+        steps: Steps = {}
+
+        def run(settings: Settings) -> Examination:
+            with shown(progress) as counted:
+                return examine(subject, settings, steps, counted)
+
+        first = run(settings)
+        own_policy = autocast_options.get("policy") is not None
+        return _diagnosis(first, *_cure(subject, first, run, own_policy))
+
+    return diagnosed
+
+
+def _check(fn: Any, loss_scale: float | None, autocast_options: Any) -> None:
+    """Raises where an argument of `jamp.diagnose` is wrong."""
+    if not callable(fn):
+        raise AutocastTypeError(f"diagnose takes a function, got {type(fn).__name__}")
+    _regions.check_named_options("diagnose", autocast_options)
+    if loss_scale is not None and not 0 < float(loss_scale) < math.inf:
+        raise AutocastError(f"loss_scale must be positive, got {loss_scale}")
+
+
+def _settings(loss_scale: float | None, autocast_options: Any) -> Settings:
+    options = _regions.make_named_options(autocast_options)
+    return Settings(options, None if loss_scale is None else float(loss_scale))
+
+
+def _cure(
+    subject: Subject,
+    first: Examination,
+    run: Callable[[Settings], Examination],
+    own_policy: bool,
+) -> tuple[list[Fault], tuple[Suggestion, ...]]:
+    """The faults that are causes, and what cures them."""
+    faults = first.faults
+    if not faults or any(fault.kind == "float32" for fault in faults):
+        return faults, ()
+    changes, cured = find_cure(subject, first, run)
+    if not cured:
+        return faults, (_by_hand(faults[0]),)
+    causes = [
+        fault
+        for fault in faults
+        if fault.measured is not None
+        and any(change.covers(fault.measured.site) for change in changes)
+    ]
+    return causes or faults, suggestions_of(changes, first.settings, own_policy)
+
+
+def _by_hand(fault: Fault) -> Suggestion:
+    place = fault.measured.site.location if fault.measured else None
+    code = f"# change {place or 'the program'}"
+    reason = (
+        "no rule cures this: the program itself computes there in 16 bits, or on values"
+        " that do not fit; keep them in float32, or scale them"
+    )
+    return Suggestion(code, reason, False)
+
+
+def _diagnosis(
+    first: Examination, faults: Sequence[Fault], suggestions: tuple[Suggestion, ...]
+) -> Diagnosis:
+    options, scale = first.settings.options, first.settings.loss_scale
+    scaled = "" if scale is None else f", loss scale {scale:g}"
+    return Diagnosis(
+        header=(
+            f"autocast on {options.device_type} to {options.dtype.name}, policy "
+            f"{options.policy.name}{scaled}"
+        ),
+        dtype=options.dtype.name,
+        findings=tuple(map(_finding, faults)),
+        suggestions=suggestions,
+        errors={outcome.label: outcome.error for outcome in first.outcomes},
+        gradient_error=None if scale is None else gradient_error(first.outcomes),
+        underflows=_underflows(first.measured),
+        histograms=_histograms(first.measured),
+        loss_scale=scale,
+        scale_window=scale_window(first),
+    )
+
+
+def _finding(fault: Fault) -> Finding:
+    if fault.measured is None:
+        message = "an argument is not finite, so that float32 is not finite either"
+        return Finding(fault.kind, "argument", "", None, "", False, None, message)
+    site = fault.measured.site
+    return Finding(
+        kind=fault.kind,
+        operation=site.eqn.primitive.name,
+        dtype=site.dtype.name,
+        location=site.location,
+        scope="/".join(site.scope),
+        gradient=site.scaled,
+        iteration=fault.measured.statistics.first,
+        message=_message(fault.kind, fault.measured),
+    )
+
+
+def _message(kind: str, measured: Measured) -> str:
+    site, found = measured.site, measured.statistics
+    name, dtype = site.eqn.primitive.name, site.dtype.name
+    what = (
+        f"a cast to {dtype}" if name == "convert_element_type" else f"{name} in {dtype}"
+    )
+    what += " of the gradient" if site.scaled else ""
+    if kind == "float32":
+        return f"float32 is not finite either, from {name} on"
+    if kind == "overflow":
+        largest = float(jnp.finfo(site.dtype).max)
+        when = "" if found.first is None else f", first in iteration {found.first}"
+        return (
+            f"{what} is not finite: it reaches {found.largest:.3g}, {dtype} holds "
+            f"{largest:.3g}{when}"
+        )
+    if kind == "underflow":
+        zero, small = found.flushed / found.nonzero, found.subnormal / found.nonzero
+        return f"{what} makes {zero:.0%} of it zero and {small:.0%} subnormal"
+    return f"{what} has a relative error of {found.error:.2g}"
+
+
+def _underflows(measured: Sequence[Measured]) -> tuple[Underflow, ...]:
+    found = [
+        Underflow(
+            m.site.eqn.primitive.name,
+            m.site.location,
+            m.statistics.flushed / m.statistics.nonzero,
+            m.statistics.subnormal / m.statistics.nonzero,
+        )
+        for m in measured
+        if narrow(m.site.dtype) and m.statistics.flushed + m.statistics.subnormal
+    ]
+    found.sort(key=lambda underflow: -underflow.flushed - underflow.subnormal)
+    return tuple(found[:_LISTED])
+
+
+def _histograms(measured: Sequence[Measured]) -> tuple[Histogram, ...]:
+    counts: dict[tuple[str, bool], Any] = {}
+    for m in measured:
+        if narrow(m.site.dtype):
+            key = (_module(m.site), m.site.scaled)
+            counts[key] = counts.get(key, 0) + m.statistics.exponents
+    return tuple(
+        Histogram(module, gradient, np.asarray(count))
+        for (module, gradient), count in counts.items()
+    )
+
+
+def _module(site: Site) -> str:
+    if site.scope:
+        return "/".join(site.scope)
+    return site.location.function if site.location else "unknown"

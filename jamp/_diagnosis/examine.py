@@ -1,0 +1,148 @@
+"""Examinations: a program walked through once, or only run again and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+
+from jamp import _dtypes
+from jamp._diagnosis.judge import (
+    Fault,
+    Verdict,
+    error_limit,
+    find_faults,
+    judge,
+)
+from jamp._diagnosis.measure import LOWEST_EXPONENT, is_measured
+from jamp._diagnosis.program import (
+    Outcome,
+    Program,
+    Settings,
+    Subject,
+    make_program,
+)
+from jamp._diagnosis.shadow import EXACTLY, as_pair
+from jamp._diagnosis.walk import Measured, Steps, Walk, count_equations
+
+# A loss scale fits if at most this share of the gradients' elements is too small.
+TOO_SMALL = 0.1
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What one walk through a program found.
+
+    Attributes:
+      settings: how it was run.
+      measured: its operations.
+      outcomes: its results.
+      faults: the operations at fault.
+    """
+
+    settings: Settings
+    measured: list[Measured]
+    outcomes: list[Outcome]
+    faults: list[Fault]
+
+    @property
+    def roundings(self) -> int:
+        """How many operations round to 16 bits."""
+        return sum(_dtypes.narrow(m.site.dtype) for m in self.measured)
+
+
+def examine(
+    subject: Subject,
+    settings: Settings,
+    steps: Steps,
+    progress: Callable[[int], Callable[[], object]],
+) -> Examination:
+    """Walks through a program.
+
+    Args:
+      subject: the function and its arguments.
+      settings: how to run it.
+      steps: compiled equations, shared between examinations.
+      progress: takes the number of equations; what it returns is called after each.
+    """
+    program = make_program(subject, settings)
+    walk = Walk(steps, progress(count_equations(program.closed)))
+    scale = None if settings.loss_scale is None else len(program.arrays) - 1
+    # What is not finite is what this is about.
+    with np.errstate(all="ignore"):
+        values = [
+            walk.entering(as_pair(array), scaled=index == scale)
+            for index, array in enumerate(program.arrays)
+        ]
+        results = walk.run(program.closed, values)
+        outcomes = [
+            Outcome.of(label, gradient, value.pair, value.origins)
+            for label, gradient, value in _floating(program, results)
+        ]
+    measured = walk.ledger.measured
+    found = Examination(settings, measured, outcomes, [])
+    verdict = judge(outcomes, error_limit(settings.options.dtype, found.roundings))
+    if not verdict:
+        return found
+    faults = find_faults(verdict, walk.ledger)
+    return Examination(settings, measured, outcomes, faults)
+
+
+def run_again(subject: Subject, settings: Settings, before: Examination) -> Verdict:
+    """Runs a program under other settings, compiled, and compares its results.
+
+    Args:
+      subject: the function and its arguments.
+      settings: how to run it.
+      before: an examination of the program, which knows its results in float32.
+    """
+    program = make_program(subject, settings)
+    run = jax.jit(jaxpr_as_fun(program.closed), compiler_options=EXACTLY)
+    factor = (settings.loss_scale or 1.0) / (before.settings.loss_scale or 1.0)
+    with np.errstate(all="ignore"):
+        computed = [array for _, _, array in _floating(program, run(*program.arrays))]
+        outcomes = [
+            outcome.against(array, factor)
+            for outcome, array in zip(before.outcomes, computed, strict=True)
+        ]
+    return judge(outcomes, error_limit(settings.options.dtype, before.roundings))
+
+
+def _floating(program: Program, results: Sequence[Any]) -> list[tuple[str, bool, Any]]:
+    """Label, whether it is a gradient, and result, of the results that are measured."""
+    first = len(results) - program.gradients
+    avals = program.closed.out_avals
+    return [
+        (label, index >= first, result)
+        for index, (label, result) in enumerate(
+            zip(program.labels, results, strict=True)
+        )
+        if is_measured(avals[index])
+    ]
+
+
+def scale_window(examination: Examination) -> tuple[float, float] | None:
+    """The smallest and the largest loss scale at which gradients fit the dtype."""
+    scale, dtype = examination.settings.loss_scale, examination.settings.options.dtype
+    gradients = [
+        m.statistics
+        for m in examination.measured
+        if m.site.scaled and m.site.dtype == dtype and m.statistics.nonzero
+    ]
+    info = jnp.finfo(dtype)
+    # With the range of float32 there is nothing to scale.
+    wide = info.maxexp == jnp.finfo(_dtypes.FLOAT32).maxexp
+    if scale is None or wide or not gradients:
+        return None
+    largest = max(statistics.largest for statistics in gradients) / scale
+    counts = np.sum([statistics.exponents for statistics in gradients], axis=0)
+    below = np.cumsum(counts) / counts.sum()
+    small = LOWEST_EXPONENT + int(np.searchsorted(below, TOO_SMALL)) - np.log2(scale)
+    low = 2.0 ** np.ceil(np.log2(float(info.smallest_subnormal)) - small)
+    high = 2.0 ** np.floor(np.log2(float(info.max) / largest))
+    return float(low), float(high)

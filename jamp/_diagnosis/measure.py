@@ -1,0 +1,216 @@
+"""What 16 bits did to a value: statistics of it as computed, beside float32's.
+
+They are taken by NumPy, which compiles nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jamp import _dtypes
+from jamp._dtypes import FLOAT32
+
+# Exponents that a histogram tells apart; what lies outside counts at its ends.
+LOWEST_EXPONENT, HIGHEST_EXPONENT = -64, 63
+_BINS = HIGHEST_EXPONENT - LOWEST_EXPONENT + 1
+
+
+class Pair(NamedTuple):
+    """A value of the program in two runs.
+
+    Attributes:
+      computed: as it is under autocast.
+      shadow: as it would be had all been float32; None for what has no shadow of its
+        own, such as integers, keys and tokens.
+    """
+
+    computed: Any
+    shadow: Any
+
+    @property
+    def wide(self) -> Any:
+        """What the run in float32 reads."""
+        return self.computed if self.shadow is None else self.shadow
+
+
+class Statistics(NamedTuple):
+    """Statistics of one result of an equation, over all the times that it ran.
+
+    Attributes:
+      nonzero: elements that are finite and not zero in float32.
+      overflowed: elements that are not finite though they are in float32.
+      wild: elements that are not finite in float32 either.
+      flushed: elements that are zero and not so in float32.
+      subnormal: elements below the smallest normal number of the dtype.
+      largest: the largest magnitude in float32.
+      error: root mean square of the error, relative to that of the value.
+      least_error: the least of these errors, where it ran several times.
+      introduced: how much of the error no operand had; the sum over all times.
+      introduced_once: the largest part of that sum.
+      began: elements that overflowed although no operand had.
+      wild_began: elements not finite in float32 although all operands were.
+      first: the iteration of a loop in which the first overflow began, or None.
+      exponents: how many elements have which exponent in float32.
+    """
+
+    nonzero: int
+    overflowed: int
+    wild: int
+    flushed: int
+    subnormal: int
+    largest: float
+    error: float
+    least_error: float
+    introduced: float
+    introduced_once: float
+    began: int
+    wild_began: int
+    first: int | None
+    exponents: np.ndarray[Any, Any]
+
+    @property
+    def blame(self) -> float:
+        """How much error began here: at once, or by drifting away in a loop."""
+        drift = self.error - self.least_error
+        return max(self.introduced_once, min(drift, self.introduced))
+
+    def merge(self, other: Statistics) -> Statistics:
+        """These and those of another iteration."""
+        ways = {
+            "largest": max,
+            "error": max,
+            "least_error": min,
+            "introduced_once": max,
+        }
+        merged = {
+            name: ways.get(name, operator.add)(
+                getattr(self, name), getattr(other, name)
+            )
+            for name in self._fields
+            if name != "first"
+        }
+        iterations = [i for i in (self.first, other.first) if i is not None]
+        return Statistics(**merged, first=min(iterations, default=None))
+
+
+def wide_dtype(dtype: Any) -> Any:
+    """The dtype of the shadow of a value of this dtype."""
+    return FLOAT32 if _dtypes.narrow(dtype) else dtype
+
+
+def has_shadow(aval: Any) -> bool:
+    """Whether a value has a value of its own in the run in float32.
+
+    Numbers and truth values have. Integers (indices, counts) are those of the run under
+    autocast in both, lest a tie decided otherwise look like an error.
+    """
+    dtype = getattr(aval, "dtype", None)
+    return (
+        type(aval) is jax.core.ShapedArray
+        and isinstance(dtype, np.dtype)
+        and (dtype == np.bool_ or bool(jnp.issubdtype(dtype, np.inexact)))
+    )
+
+
+def is_measured(aval: Any) -> bool:
+    """Whether a value's statistics are taken: it is floating, and there is some."""
+    return has_shadow(aval) and _dtypes.eligible(aval.dtype) and aval.size > 0
+
+
+class State(NamedTuple):
+    """How far a value is from float32's.
+
+    Attributes:
+      error: root mean square of the error, relative to that of the value in float32.
+        Elements that are not finite in either run are left out.
+      overflowed: how many elements are not finite though they are in float32.
+      wild: how many are not finite in float32.
+      lost: how much of its power (the sum of squares) elements hold that became zero.
+    """
+
+    error: float
+    overflowed: int
+    wild: int
+    lost: float
+
+
+def state_of(pair: Pair) -> State:
+    """How far a floating value is from float32's."""
+    computed, shadow = _arrays(pair)
+    finite, reached = np.isfinite(shadow), np.isfinite(computed)
+    both = finite & reached
+    computed, shadow = computed[both], shadow[both]
+    # Squares of large and small numbers are none of float32's.
+    unit = _magnitude(shadow) or _magnitude(computed) or 1.0
+    power = float(np.sum(np.square(shadow / unit)))
+    error = float(np.sum(np.square(computed / unit - shadow / unit)))
+    lost = float(np.sum(np.square(shadow[computed == 0] / unit)))
+    return State(
+        error=math.sqrt(error / power) if power else float(error > 0),
+        overflowed=int(np.count_nonzero(finite & ~reached)),
+        wild=int(np.count_nonzero(~finite)),
+        lost=lost / power if power else 0.0,
+    )
+
+
+def measure(
+    pair: Pair, operands: Sequence[State], iteration: int | None
+) -> tuple[Statistics, State]:
+    """Statistics of a floating result.
+
+    Args:
+      pair: the result.
+      operands: the floating operands that it was computed from.
+      iteration: of the loop that it stands in, if any.
+    """
+    state = state_of(pair)
+    computed, shadow = _arrays(pair)
+    nonzero = np.isfinite(shadow) & (shadow != 0)
+    smallest = float(jnp.finfo(pair.computed.dtype).tiny)
+    small = nonzero & (np.abs(computed) < smallest)
+    flushed = int(np.count_nonzero(nonzero & (computed == 0)))
+    inherited = max((operand.error for operand in operands), default=0.0)
+    introduced = max(0.0, min(state.error, 1.0) - min(inherited, 1.0))
+    overflowed_before = any(operand.overflowed for operand in operands)
+    began = 0 if overflowed_before else state.overflowed
+    statistics = Statistics(
+        nonzero=int(np.count_nonzero(nonzero)),
+        overflowed=state.overflowed,
+        wild=state.wild,
+        flushed=flushed,
+        subnormal=int(np.count_nonzero(small)) - flushed,
+        largest=_magnitude(shadow[nonzero]),
+        error=state.error,
+        least_error=state.error,
+        introduced=introduced,
+        introduced_once=introduced,
+        began=began,
+        wild_began=0 if any(operand.wild for operand in operands) else state.wild,
+        first=iteration if began else None,
+        exponents=_exponents(shadow[nonzero]),
+    )
+    return statistics, state
+
+
+def _arrays(pair: Pair) -> tuple[Any, Any]:
+    # A scalar, and what is masked away, would be no array.
+    computed, shadow = np.atleast_1d(pair.computed), np.atleast_1d(pair.shadow)
+    return computed.astype(FLOAT32), shadow
+
+
+def _magnitude(values: Any) -> float:
+    return float(np.max(np.abs(values), initial=0))
+
+
+def _exponents(values: Any) -> Any:
+    # frexp's mantissa is from 1/2 to 1.
+    exponents = np.frexp(values)[1] - 1
+    bins = np.clip(exponents, LOWEST_EXPONENT, HIGHEST_EXPONENT) - LOWEST_EXPONENT
+    return np.bincount(bins, minlength=_BINS)

@@ -1,0 +1,322 @@
+"""The program that is diagnosed: a function under autocast, perhaps its gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.source_info_util import current_name_stack
+
+from jamp import _nnx, _origin, _regions, _trace
+from jamp._diagnosis.measure import Pair, State, state_of
+from jamp._emit import Scribe
+from jamp._errors import AutocastError, AutocastTypeError
+from jamp._regions import Options
+
+Line = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a program is run: what a suggestion may change.
+
+    Attributes:
+      options: those of the autocast.
+      loss_scale: the factor of the loss; None computes no gradient.
+      regions: lines of the user's that stand in a region with `enabled=False`.
+    """
+
+    options: Options
+    loss_scale: float | None = None
+    regions: frozenset[Line] = frozenset()
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A function and its arguments.
+
+    Attributes:
+      fn: the function, of arrays where the user's has modules.
+      leaves: leaves of its arguments.
+      tree: their structure.
+      differentiated: which leaves the gradient is taken of.
+      has_aux: whether it returns more than the loss.
+      modules: whether it returns the state of modules too.
+    """
+
+    fn: Callable[..., Any]
+    leaves: list[Any]
+    tree: Any
+    differentiated: tuple[int, ...]
+    has_aux: bool
+    modules: bool
+
+    @classmethod
+    def of(
+        cls,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        argnums: int | Sequence[int],
+        has_aux: bool,
+    ) -> Subject:
+        """The subject of a call.
+
+        Args:
+          fn: the function.
+          args: its positional arguments.
+          kwargs: its keyword arguments.
+          argnums: which of them the gradient is taken of; none without a gradient.
+          has_aux: whether it returns more than the loss.
+
+        Raises:
+          AutocastError: there is no argument at `argnums`.
+          AutocastTypeError: no argument holds an array, or one holds no values.
+        """
+        held = 0
+        while isinstance(fn, partial):
+            args, kwargs = (*fn.args, *args), {**fn.keywords, **kwargs}
+            held, fn = held + len(fn.args), fn.func
+        call = _nnx.prepare(fn, args, kwargs)
+        leaves, tree = jax.tree.flatten((call.args, call.kwargs))
+        arrays = [leaf for leaf in leaves if _trace.is_array(leaf)]
+        if not arrays:
+            raise AutocastTypeError("diagnose runs the function: give it some arrays")
+        if any(isinstance(x, (jax.core.Tracer, jax.ShapeDtypeStruct)) for x in arrays):
+            raise AutocastTypeError(
+                "diagnose runs the function on arrays with values; call it outside of "
+                "jax.jit and other transformations"
+            )
+        chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        free = len(args) - held
+        if not all(-free <= number < free for number in chosen):
+            raise AutocastError(
+                f"argnums is {argnums}, and there are {free} positional arguments"
+            )
+        chosen = tuple(held + number % free for number in chosen)
+        # A call without modules is as it was.
+        modules = call.args is not args
+        if modules:
+            chosen = (1,)
+        differentiated = tuple(
+            slot
+            for slot, argument in enumerate(_arguments(call.args))
+            if argument in chosen and _is_floating(leaves[slot])
+        )
+        return cls(call.fn, leaves, tree, differentiated, has_aux, modules)
+
+    def label(self, slot: int) -> str:
+        """What a leaf of the arguments is called."""
+        filled = jax.tree.unflatten(self.tree, range(len(self.leaves)))
+        paths = {leaf: path for path, leaf in jax.tree.leaves_with_path(filled)}
+        return jax.tree_util.keystr(paths[slot][1:])
+
+
+def _arguments(args: tuple[Any, ...]) -> list[int]:
+    """For each leaf of the arguments, which of them it belongs to."""
+    counts = [len(jax.tree.leaves(argument)) for argument in args]
+    return [number for number, count in enumerate(counts) for _ in range(count)]
+
+
+def _is_floating(leaf: Any) -> bool:
+    return _trace.is_array(leaf) and jax.numpy.issubdtype(leaf.dtype, np.floating)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A subject, traced and rewritten under some settings.
+
+    Attributes:
+      closed: the closed jaxpr.
+      arrays: its arguments; the last one is the loss scale, if there is one.
+      labels: names of its results.
+      gradients: how many of the results, the last ones, are gradients.
+    """
+
+    closed: Any
+    arrays: list[Any]
+    labels: list[str]
+    gradients: int
+
+
+def make_program(subject: Subject, settings: Settings) -> Program:
+    """Traces a subject under some settings.
+
+    Raises:
+      AutocastError: a gradient is asked for, and the function returns no scalar loss.
+    """
+    slots = [i for i, leaf in enumerate(subject.leaves) if _trace.is_array(leaf)]
+    labels: list[str] = []
+
+    def call(leaves: list[Any]) -> Any:
+        args, kwargs = jax.tree.unflatten(subject.tree, leaves)
+        traced = _trace.trace(subject.fn, settings.options, args, kwargs)
+        marked = _in_regions(traced.program, settings)
+        arrays = [leaves[slot] for slot in slots]
+        return traced.rebuild(_trace.run(marked, arrays, settings.options, Scribe()))
+
+    def results(*arrays: Any) -> list[Any]:
+        leaves = _filled(subject.leaves, slots, arrays)
+        return _labelled(call(leaves), "result", labels)
+
+    def gradients(*arrays: Any) -> list[Any]:
+        leaves, scale = _filled(subject.leaves, slots, arrays[:-1]), arrays[-1]
+
+        def loss_of(parameters: list[Any]) -> Any:
+            return _split(
+                call(_filled(leaves, subject.differentiated, parameters)), subject
+            )
+
+        parameters = [leaves[slot] for slot in subject.differentiated]
+        loss, pullback, aux = jax.vjp(loss_of, parameters, has_aux=True)
+        found = pullback(scale.astype(loss.dtype))[0]
+        named = [
+            f"gradient of {subject.label(slot)}" for slot in subject.differentiated
+        ]
+        flat = [*_labelled(loss, "loss", labels), *_labelled(aux, "aux", labels)]
+        labels.extend(named)
+        return [*flat, *found]
+
+    arrays = [subject.leaves[slot] for slot in slots]
+    if settings.loss_scale is None:
+        return Program(jax.make_jaxpr(results)(*arrays), arrays, labels, 0)
+    if not subject.differentiated:
+        raise AutocastTypeError(
+            "diagnose(fn, loss_scale=...) takes the gradient of the floating arrays "
+            "among the arguments at argnums, and there are none"
+        )
+    arrays.append(np.float32(settings.loss_scale))
+    closed = jax.make_jaxpr(gradients)(*arrays)
+    return Program(closed, arrays, labels, len(subject.differentiated))
+
+
+def _filled(
+    leaves: Sequence[Any], slots: Sequence[int], arrays: Sequence[Any]
+) -> list[Any]:
+    filled = list(leaves)
+    for slot, array in zip(slots, arrays, strict=True):
+        filled[slot] = array
+    return filled
+
+
+def _labelled(result: Any, name: str, labels: list[str]) -> list[Any]:
+    """The arrays of a result; their names are added to the labels."""
+    found = [
+        (f"{name}{jax.tree_util.keystr(path)}", leaf)
+        for path, leaf in jax.tree.leaves_with_path(result)
+        if _trace.is_array(leaf)
+    ]
+    labels.extend(label for label, _ in found)
+    return [leaf for _, leaf in found]
+
+
+def _split(result: Any, subject: Subject) -> tuple[Any, Any]:
+    """The loss, and what else a function returns."""
+    result, state = result if subject.modules else (result, ())
+    loss, aux = result if subject.has_aux else (result, ())
+    if not (_is_floating(loss) and loss.ndim == 0):
+        raise AutocastError(
+            "diagnose(fn, loss_scale=...) needs a function that returns a scalar loss "
+            f"(with has_aux=True, first of a pair), got {type(loss).__name__}"
+            + (f" of shape {loss.shape}" if _trace.is_array(loss) else "")
+        )
+    return loss, (aux, state)
+
+
+def _in_regions(program: Any, settings: Settings) -> Any:
+    """A traced program in which some lines stand in a disabled region."""
+    if not settings.regions:
+        return program
+    region: AbstractContextManager[None] = _regions.region(
+        replace(settings.options, enabled=False)
+    )
+    with region:
+        mark = current_name_stack()
+
+    def marked(value: Any) -> Any:
+        # Since JAX 0.12 a closed jaxpr is a jaxpr.
+        if isinstance(value, ClosedJaxpr) and value.jaxpr is not value:
+            return value.replace(jaxpr=marked(value.jaxpr))
+        if isinstance(value, Jaxpr):
+            return value.replace(eqns=list(map(marked_equation, value.eqns)))
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(marked, value)) if _holds_jaxpr(value) else value
+        return value
+
+    def marked_equation(eqn: Any) -> Any:
+        place = _origin.location(eqn)
+        info = eqn.source_info
+        if place is not None and (place.file, place.line) in settings.regions:
+            info = info.replace(name_stack=info.name_stack + mark)
+        params = {name: marked(value) for name, value in eqn.params.items()}
+        return eqn.replace(source_info=info, params=params)
+
+    return marked(program)
+
+
+def _holds_jaxpr(values: Sequence[Any]) -> bool:
+    return any(isinstance(value, (ClosedJaxpr, Jaxpr)) for value in values)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A result of the program, or a gradient, in two runs.
+
+    Attributes:
+      label: what it is.
+      gradient: whether it is a gradient.
+      state: how far it is from float32's.
+      power: its sum of squares in float32.
+      shadow: it in float32.
+      origins: the sites that it came from.
+    """
+
+    label: str
+    gradient: bool
+    state: State
+    power: float
+    shadow: Any = field(repr=False)
+    origins: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(
+        cls,
+        label: str,
+        gradient: bool,
+        pair: Pair,
+        origins: frozenset[int] = frozenset(),
+    ) -> Outcome:
+        """Compares a result in two runs."""
+        shadow = np.asarray(pair.shadow)
+        finite = shadow[np.isfinite(shadow)].astype(np.float64)
+        power = float(np.sum(np.square(finite)))
+        return cls(label, gradient, state_of(pair), power, shadow, origins)
+
+    @property
+    def error(self) -> float:
+        """Its relative error; inf if it is not finite."""
+        state = self.state
+        return math.inf if state.overflowed or state.wild else state.error
+
+    @property
+    def mean(self) -> float:
+        """Its root mean square in float32."""
+        return math.sqrt(self.power / max(self.shadow.size, 1))
+
+    def against(self, computed: Any, factor: float) -> Outcome:
+        """What another program computed, beside the same float32.
+
+        Args:
+          computed: the result of the other program.
+          factor: the other loss scale over this one.
+        """
+        shadow = self.shadow * np.float32(factor if self.gradient else 1.0)
+        pair = Pair(np.asarray(computed), shadow)
+        return Outcome.of(self.label, self.gradient, pair)

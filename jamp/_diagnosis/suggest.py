@@ -1,0 +1,198 @@
+"""Changes that may cure a fault: loss scales, policy rules, regions and dtypes."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+from jamp import _origin
+from jamp._diagnosis.examine import Examination, scale_window
+from jamp._diagnosis.judge import Fault
+from jamp._diagnosis.program import Settings
+from jamp._diagnosis.walk import Site
+from jamp._dtypes import BFLOAT16, FLOAT16, narrow
+from jamp._functions import Function
+from jamp._origin import is_users
+from jamp._records import MATMULS
+
+# A suggested loss scale leaves room for gradients that are larger.
+HEADROOM = 4.0
+# A rule that takes more than this share of the 16-bit results, or of the matmuls, back
+# to float32 is a last resort.
+BROAD = 0.75
+
+_TRACE = str(Path(_origin.__file__).with_name("_trace.py"))
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change of the settings.
+
+    Attributes:
+      kind: `'loss_scale'`, `'function'`, `'scope'`, `'primitive'`, `'region'` or
+        `'dtype'`.
+      value: the new scale or dtype, or what a rule or region is for.
+      reason: why, in words.
+      covers: whether it changes what computes a site.
+    """
+
+    kind: str
+    value: Any
+    reason: str
+    covers: Callable[[Site], bool]
+
+    def apply(self, settings: Settings) -> Settings:
+        """The settings with this change."""
+        options = settings.options
+        policy = options.policy
+        match self.kind:
+            case "loss_scale":
+                return replace(settings, loss_scale=self.value)
+            case "region":
+                return replace(settings, regions=settings.regions | {self.value})
+            case "dtype":
+                return replace(settings, options=replace(options, dtype=self.value))
+            case "scope":
+                policy = policy.scoped(self.value, "float32")
+            case _:
+                policy = policy.with_rules(float32=[self.value])
+        return replace(settings, options=replace(options, policy=policy))
+
+
+def changes_for(fault: Fault, examination: Examination) -> list[Change]:
+    """Small changes that may cure a fault, in the order in which to try them."""
+    rules = _rules(fault, examination)
+    small = [rule for rule, share in rules if share <= BROAD]
+    return [*_scales(fault, examination), *small, *_regions(fault)]
+
+
+def last_resorts(fault: Fault, examination: Examination) -> list[Change]:
+    """Changes that undo much of what autocast is for, or bring another dtype."""
+    found = [rule for rule, share in _rules(fault, examination) if share > BROAD]
+    if examination.settings.options.dtype == FLOAT16:
+        reason = "bfloat16 has the range of float32, and fewer digits than float16"
+        found.append(Change("dtype", BFLOAT16, reason, lambda site: True))
+    return found
+
+
+def _rules(fault: Fault, examination: Examination) -> list[tuple[Change, float]]:
+    """Rules for what a fault stands in, each with its share of what is in 16 bits."""
+    if fault.measured is None:
+        return []
+    site = fault.measured.site
+    narrowing = [m.site for m in examination.measured if narrow(m.site.dtype)]
+    matmuls = [site for site in narrowing if site.eqn.primitive.name in MATMULS]
+
+    def share(change: Change) -> float:
+        # Of a single matmul there is no share.
+        counted = [sites for sites in (narrowing, matmuls) if len(sites) > 1]
+        shares = [sum(map(change.covers, sites)) / len(sites) for sites in counted]
+        return max(shares, default=0.0)
+
+    places = [*_functions(site, examination.settings), *_scopes(site)]
+    rules = [*sorted(places, key=share), *_primitives(site, narrowing)]
+    return [(rule, share(rule)) for rule in rules]
+
+
+def _scales(fault: Fault, examination: Examination) -> Iterator[Change]:
+    window = scale_window(examination)
+    if window is None or fault.measured is None or not fault.measured.site.scaled:
+        return
+    low, high = window
+    middle = 2.0 ** round((math.log2(low) + math.log2(high)) / 2)
+    scale = min(middle, high / HEADROOM)
+    if scale != examination.settings.loss_scale:
+        reason = f"loss scales from {low:g} to {high:g} keep gradients in range"
+        yield Change("loss_scale", scale, reason, lambda site: site.scaled)
+
+
+def _functions(site: Site, settings: Settings) -> Iterator[Change]:
+    """Functions that the site was emitted in, innermost first, each as a rule."""
+    listed = settings.options.policy.function_codes
+    for code in dict.fromkeys(_codes(site)):
+        if code in listed:
+            function = listed[code]
+        elif is_users(code.co_filename) and "<" not in code.co_name:
+            function = Function(_dotted(code), code)
+        else:
+            continue
+
+        def covers(other: Site, code: CodeType = code) -> bool:
+            return code in _codes(other)
+
+        reason = f"computes {function.name} in float32"
+        yield Change("function", function, reason, covers)
+
+
+def _codes(site: Site) -> list[CodeType]:
+    """Code of the functions inside the function that is diagnosed, innermost first."""
+    codes: list[CodeType] = []
+    for eqn in site.sources:
+        frames = _origin.frames(eqn)
+        if frames is None:
+            continue
+        inside: list[CodeType] = []
+        for code in frames[0]:
+            if code.co_filename == _TRACE:
+                break
+            inside.append(code)
+        codes += inside[:-1]
+    return codes
+
+
+def _dotted(code: CodeType) -> str:
+    """The name by which a policy finds the function of a code object, if it can."""
+    qualname = code.co_qualname.removesuffix(".__call__")
+    for module in _modules(code.co_filename):
+        name = f"{module}.{qualname}"
+        if "<locals>" not in name and Function(name, required=False).resolve() is code:
+            return name
+    return qualname.rpartition("<locals>.")[2]
+
+
+def _modules(filename: str) -> list[str]:
+    return [
+        name
+        for name, module in list(sys.modules.items())
+        if getattr(module, "__file__", None) == filename and name != "__main__"
+    ]
+
+
+def _scopes(site: Site) -> Iterator[Change]:
+    for depth in range(len(site.scope), 0, -1):
+        path = site.scope[:depth]
+
+        def covers(other: Site, path: tuple[str, ...] = path) -> bool:
+            return other.scope[: len(path)] == path
+
+        reason = f"computes module {'/'.join(path)} in float32"
+        yield Change("scope", "/".join(path), reason, covers)
+
+
+def _primitives(site: Site, others: Sequence[Site]) -> Iterator[Change]:
+    """Primitives of the line; a cast that autocast inserted is one of its operation."""
+    names = dict.fromkeys(
+        other.eqn.primitive.name
+        for other in (site, *others)
+        if other.location == site.location
+        and other.eqn.primitive.name != "convert_element_type"
+    )
+    for name in names:
+
+        def covers(other: Site, name: str = name) -> bool:
+            return other.eqn.primitive.name == name
+
+        yield Change("primitive", name, f"computes every {name} in float32", covers)
+
+
+def _regions(fault: Fault) -> Iterator[Change]:
+    place = fault.measured.site.location if fault.measured else None
+    if place is not None:
+        line = (place.file, place.line)
+        reason = f"computes {Path(place.file).name}:{place.line} in float32"
+        yield Change("region", line, reason, lambda other: other.location == place)

@@ -1,0 +1,102 @@
+"""Functions and their example inputs, as the command line names them."""
+
+from __future__ import annotations
+
+import importlib
+import runpy
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jamp._errors import JampError, TargetError
+from jamp._origin import is_users
+
+
+class Inputs(NamedTuple):
+    """Arguments to call a function with."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+def load_function(target: str) -> Callable[..., Any]:
+    """The function that `module:function` or `file.py:function` names.
+
+    Modules are looked for in the working directory too.
+
+    Raises:
+      TargetError: there is no such function, or importing its module failed.
+    """
+    module, _, name = target.rpartition(":")
+    if not module or not name:
+        raise TargetError(
+            f"{target!r} does not name a function: write module:function, as in "
+            "train:loss_fn, or file.py:function"
+        )
+    names = _run_file(module) if module.endswith(".py") else _import(module)
+    if name not in names:
+        raise TargetError(f"{module} has no {name!r}")
+    found = names[name]
+    if not callable(found):
+        raise TargetError(f"{target} is a {type(found).__name__}, not a function")
+    function: Callable[..., Any] = found
+    return function
+
+
+def load_inputs(file: str) -> Inputs:
+    """Example inputs from a Python file that sets `args`, and `kwargs` if wanted.
+
+    Raises:
+      TargetError: there is no such file, running it failed, or it sets no `args`.
+    """
+    names = _run_file(file)
+    args, kwargs = names.get("args"), names.get("kwargs", {})
+    if not isinstance(args, (tuple, list)) or not isinstance(kwargs, Mapping):
+        raise TargetError(
+            f"{file} must set args, a tuple of the function's arguments, as in "
+            "args = (params, batch); and may set kwargs, a dict"
+        )
+    return Inputs(tuple(args), kwargs)
+
+
+@contextmanager
+def users_code(doing: str) -> Iterator[None]:
+    """Turns what the user's code raises into an error that names the user's line.
+
+    Args:
+      doing: what is being done, to begin the message with.
+
+    Raises:
+      TargetError: the code inside raised something that is no error of jamp's.
+    """
+    try:
+        yield
+    except JampError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        places = [f"{f.filename}:{f.lineno}" for f in frames if is_users(f.filename)]
+        where = f" at {places[-1]}" if places else ""
+        raise TargetError(
+            f"{doing} failed{where}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _import(module: str) -> Mapping[str, Any]:
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    with users_code(f"importing {module}"):
+        return vars(importlib.import_module(module))
+
+
+def _run_file(file: str) -> Mapping[str, Any]:
+    path = Path(file)
+    if not path.is_file():
+        raise TargetError(f"there is no file {file}")
+    # It may import what stands beside it, as a script may.
+    sys.path.insert(0, str(path.parent.resolve()))
+    with users_code(f"running {file}"):
+        return runpy.run_path(str(path))

@@ -1,0 +1,328 @@
+"""`jamp.diagnose`: what it measures, through which constructs, and how it reports."""
+
+import dataclasses
+import functools
+import inspect
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jamp
+
+X = np.linspace(1, 300, 64, dtype=np.float32).reshape(8, 8)
+EYE = np.eye(8, dtype=np.float32)
+
+
+def diagnose(fn, **options):
+    return jamp.diagnose(fn, device_type="gpu", progress=False, **options)
+
+
+def product(x):
+    """The argument as a matmul gives it: in 16 bits."""
+    return x @ EYE
+
+
+def square(x):
+    return x * x
+
+
+def line_of(fn):
+    """The line of the first return of a function."""
+    lines, first = inspect.getsourcelines(fn)
+    return first + next(i for i, line in enumerate(lines) if "return" in line)
+
+
+def in_scan(h):
+    return jax.lax.scan(lambda c, _: (square(c) / 300, None), h, None, length=2)[0]
+
+
+def in_while(h):
+    def body(state):
+        return state[0] + 1, square(state[1]) / 300
+
+    return jax.lax.while_loop(lambda state: state[0] < 2, body, (0, h))[1]
+
+
+def in_branch_of_a_loop(h):
+    def body(i, c):
+        return jax.lax.cond(i == 1, square, lambda c: c, c)
+
+    return jax.lax.fori_loop(0, 3, body, h)
+
+
+@jax.custom_vjp
+def with_vjp(h):
+    return square(h)
+
+
+with_vjp.defvjp(lambda h: (with_vjp(h), h), lambda h, g: (2 * g * h,))
+
+
+@jax.custom_jvp
+def with_jvp(h):
+    return square(h)
+
+
+with_jvp.defjvp(lambda primals, tangents: (with_jvp(*primals), tangents[0]))
+
+CONSTRUCTS = {
+    "plainly": square,
+    "in jit": jax.jit(square),
+    "in a checkpoint": jax.checkpoint(square),
+    "in a cond": lambda h: jax.lax.cond(h[0, 0] > 0, square, jnp.sin, h),
+    "in a scan": in_scan,
+    "in a while loop": in_while,
+    "in a branch of a loop": in_branch_of_a_loop,
+    "in a vmap": jax.vmap(square),
+    "in a custom_jvp": with_jvp,
+    "in a custom_vjp": with_vjp,
+}
+
+
+# JAX does not differentiate a while loop backward.
+each_with_a_gradient = pytest.mark.parametrize(
+    "construct", [name for name in CONSTRUCTS if name != "in a while loop"]
+)
+
+
+@pytest.mark.parametrize("construct", CONSTRUCTS)
+def test_an_overflow_is_found(construct):
+    def fn(x):
+        return jnp.mean(CONSTRUCTS[construct](product(x)))
+
+    (finding,) = diagnose(fn)(X).findings
+    assert (finding.kind, finding.operation) == ("overflow", "mul")
+    assert (finding.location.line, finding.gradient) == (line_of(square), False)
+
+
+@each_with_a_gradient
+def test_it_is_found_where_the_gradient_is_taken_too(construct):
+    def fn(x):
+        return jnp.mean(CONSTRUCTS[construct](product(x)))
+
+    findings = diagnose(fn, loss_scale=1.0)(X).findings
+    assert {finding.kind for finding in findings} == {"overflow"}
+
+
+@each_with_a_gradient
+def test_what_fits_is_healthy(construct):
+    def fn(x):
+        return jnp.mean(CONSTRUCTS[construct](product(x)))
+
+    assert diagnose(fn, loss_scale=2.0**12)(X / 30).healthy
+
+
+def test_the_iteration_of_an_overflow_is_told():
+    def fn(x):
+        return jax.lax.scan(lambda c, _: (c * 3, None), product(x), None, length=20)[0]
+
+    # 300 * 3^5 is 72900, and the largest number of float16 65504.
+    (finding,) = diagnose(fn)(X).findings
+    assert finding.iteration == 4
+    assert "first in iteration 4" in str(finding)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_errors_are_those_of_the_compiled_programs(dtype):
+    def fn(w, x):
+        return {"out": jnp.tanh(x @ w) @ w, "sum": jnp.sum(x @ w)}
+
+    rng = np.random.default_rng(0)
+    w, x = rng.standard_normal((2, 32, 32)).astype(np.float32)
+    errors = diagnose(fn, dtype=dtype)(w, x).errors
+    exactly = {"xla_allow_excess_precision": False}
+    low = jax.jit(
+        jamp.autocast(fn, device_type="gpu", dtype=dtype), compiler_options=exactly
+    )(w, x)
+    full = jax.jit(fn)(w, x)
+    for name in full:
+        a, b = np.asarray(low[name], np.float64), np.asarray(full[name], np.float64)
+        error = np.linalg.norm(a - b) / np.linalg.norm(b)
+        assert errors[f"result['{name}']"] == pytest.approx(error, rel=0.01)
+
+
+def test_an_overflow_without_harm_is_no_finding():
+    def fn(x):
+        return jnp.minimum(square(product(x)), 100.0)
+
+    assert diagnose(fn)(X).healthy
+
+
+def test_what_is_not_finite_in_float32_is_told_apart():
+    def fn(x):
+        shifted = x - 1
+        return jnp.sum(jnp.log(shifted))
+
+    diagnosis = diagnose(fn)(X)
+    (finding,) = diagnosis.findings
+    assert (finding.kind, finding.operation) == ("float32", "log")
+    assert finding.location.line == line_of(fn)
+    assert diagnosis.suggestions == ()
+
+
+def test_an_argument_that_is_not_finite_is_named():
+    (finding,) = diagnose(lambda x: product(x))(np.full((8, 8), np.nan, "f")).findings
+    assert (finding.kind, finding.operation) == ("float32", "argument")
+    assert "an argument is not finite" in str(finding)
+
+
+def first_fault(h):
+    return h * h
+
+
+def second_fault(h):
+    return h @ (1000 * EYE)
+
+
+def test_two_faults_take_a_change_for_each():
+    def fn(x):
+        h, k = product(x), product(x) @ EYE
+        a = jnp.minimum(h / first_fault(h), 1)
+        return jnp.sum(a) + jnp.mean(second_fault(k)), jnp.mean(first_fault(h))
+
+    diagnosis = diagnose(fn)(X)
+    (suggestion,) = diagnosis.suggestions
+    assert "first_fault" in suggestion.code
+    assert "second_fault" in suggestion.code
+    cured = jamp.autocast(fn, device_type="gpu", **suggestion.options)(X)
+    np.testing.assert_allclose(cured, fn(X), rtol=0.01)
+
+
+def test_the_users_own_policy_is_derived_from():
+    policy = jamp.Policy.load("gpu").with_rules(lower=["jax.nn.softmax"])
+    (suggestion,) = diagnose(lambda x: jnp.mean(square(product(x))), policy=policy)(
+        X
+    ).suggestions
+    assert suggestion.code.startswith("policy = policy.with_rules(float32=[")
+    assert suggestion.cured
+    assert suggestion.options["policy"].rule(function="jax.nn.softmax").value == "lower"
+
+
+def test_a_listed_function_goes_back_to_float32():
+    policy = jamp.Policy.load("gpu").with_rules(lower=["jax.numpy.sum"])
+    diagnosis = diagnose(lambda x: jnp.sum(product(x) * 30), policy=policy)(X)
+    assert "jax.numpy.sum" in diagnosis.suggestions[0].code
+
+
+def test_the_gradient_is_of_argnums():
+    def fn(x, scale, w):
+        return jnp.mean(product(x) @ w * scale), {"seen": x}
+
+    diagnosis = diagnose(fn, loss_scale=1.0, argnums=(1, 2), has_aux=True)(
+        X, np.float32(2), EYE
+    )
+    labels = ["loss", "aux[0]['seen']", "gradient of [1]", "gradient of [2]"]
+    assert list(diagnosis.errors) == labels
+
+
+def test_the_gradient_of_a_partial_is_of_what_is_left():
+    def fn(w, x):
+        return jnp.mean(x @ w)
+
+    errors = diagnose(functools.partial(fn, EYE), loss_scale=1.0)(X).errors
+    assert list(errors) == ["loss", "gradient of [1]"]
+
+
+def test_float64_integers_and_keys_are_left_alone():
+    def fn(x, indices, key):
+        h = product(x)[indices] + jax.random.normal(key, (3, 8))
+        return h.astype(jnp.int32), jnp.argmax(h), jnp.mean(h)
+
+    assert diagnose(fn)(X, np.array([0, 2, 4]), jax.random.key(0)).healthy
+
+
+def test_a_diagnosis_is_data():
+    diagnosis = diagnose(lambda x: jnp.mean(square(product(x))), loss_scale=1.0)(X)
+    assert not diagnosis.healthy
+    found = json.loads(json.dumps(diagnosis.to_dict(), allow_nan=False))
+    assert found["findings"][0]["location"]["line"] == line_of(square)
+    assert found["healthy"] is False
+    assert found["errors"]["loss"] is None
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        diagnosis.findings = ()
+
+
+def test_the_text_names_line_limit_and_cure():
+    text = str(diagnose(lambda x: jnp.mean(square(product(x))))(X))
+    assert f"{__file__}:{line_of(square)} (square)" in text
+    assert "it reaches 9e+04, float16 holds 6.55e+04" in text
+    assert re.search(r'jamp.Policy.load\("gpu"\).*ran again: healthy', text, re.DOTALL)
+
+
+@pytest.mark.parametrize("loss_scale", [None, 1.0, 2.0**40])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_a_picture_is_drawn(loss_scale, dtype, tmp_path):
+    diagnosis = diagnose(
+        lambda x: jnp.mean(product(x)), loss_scale=loss_scale, dtype=dtype
+    )(X)
+    diagnosis.plot(tmp_path / "diagnosis.png")
+    assert (tmp_path / "diagnosis.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_progress_is_shown_on_stderr_if_asked_for(capsys):
+    jamp.diagnose(product, device_type="gpu", progress=True)(X)
+    assert "diagnosing" in capsys.readouterr().err
+    diagnose(product)(X)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_without_rich_progress_is_a_plain_line(capsys, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "rich.progress", None)
+    jamp.diagnose(product, device_type="gpu", progress=True)(X)
+    assert re.search(r"diagnosing: (\d+) of \1 operations", capsys.readouterr().err)
+
+
+def test_autocast_that_is_off_is_healthy():
+    assert diagnose(lambda x: square(product(x)), enabled=False)(X * 1e3).healthy
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss_scale": 0.0}, "loss_scale must be positive"),
+        ({"loss_scale": float("inf")}, "loss_scale must be positive"),
+        ({"loss_scale": 1.0, "argnums": 3}, "there are 1 positional arguments"),
+        ({"dtypes": jnp.float16}, "takes the options of jamp.autocast, not dtypes"),
+        ({"dtype": jnp.float32}, "dtype must be float16 or bfloat16"),
+    ],
+)
+def test_wrong_options_raise(options, message):
+    with pytest.raises(jamp.JampError, match=message):
+        diagnose(product, **options)(X)
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "message"),
+    [
+        (lambda x: x, (3,), "give it some arrays"),
+        (product, (jax.ShapeDtypeStruct((8, 8), np.float32),), "arrays with values"),
+        (product, (X,), r"a scalar loss.* of shape \(8, 8\)"),
+        (lambda x: 1.0, (X,), "a scalar loss.*got float"),
+        (lambda x: x.sum(), (np.arange(3),), "there are none"),
+    ],
+)
+def test_wrong_calls_raise(fn, args, message):
+    with pytest.raises(jamp.JampError, match=message):
+        diagnose(fn, loss_scale=1.0)(*args)
+
+
+def test_what_is_no_function_raises():
+    with pytest.raises(jamp.AutocastTypeError, match="takes a function, got int"):
+        jamp.diagnose(3)
+
+
+def test_under_a_transformation_it_raises():
+    with pytest.raises(jamp.AutocastTypeError, match="outside of"):
+        jax.jit(lambda x: diagnose(product)(x).healthy)(X)
+
+
+def test_an_error_of_the_function_is_its_own():
+    def fn(x):
+        raise LookupError("mine")
+
+    with pytest.raises(LookupError, match="mine"):
+        diagnose(fn)(X)
