@@ -57,6 +57,7 @@ def run_scan(site: Site) -> list[Value]:
     arrays = site.arrays
     if not inner.changed and _unchanged(carry, settled):
         return [Value.of(array) for array in site.bind(arrays)]
+    inner.note_casts(settled, emitter.record)
     shared = arrays[:num_consts]
     extras = [
         lax.stop_gradient(emitter.cast(consts[slot], dtype))
@@ -104,6 +105,7 @@ def run_while(site: Site) -> list[Value]:
     cond_arrays = [value.array for value in cond_consts]
     body_arrays = [value.array for value in body_consts]
     extras = [emitter.cast(body_consts[slot], dtype) for slot, dtype in inner.extras]
+    inner.note_casts(settled, emitter.record)
     final = lax.while_loop(
         lambda carried: test(*cond_arrays, *carried)[0],
         lambda carried: cast_to(inner(*body_arrays, *carried, *extras), settled),
@@ -123,7 +125,9 @@ def run_cond(site: Site) -> list[Value]:
             _meet(options)
             for options in zip(*(branch.dtypes for branch in branches), strict=True)
         ]
-        programs = tuple(branch.giving(dtypes) for branch in branches)
+        programs = tuple(
+            branch.giving(dtypes, site.emitter.record) for branch in branches
+        )
     results = site.bind(site.arrays, branches=programs)
     return [Value.of(array) for array in results]
 

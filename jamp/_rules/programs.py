@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jamp._dtypes import DType
 from jamp._emit import Scribe
-from jamp._records import Entry, Group
+from jamp._records import Cast, Entry, Group, Record
 from jamp._rules.site import Site
 from jamp._values import Traits, Value
 
@@ -43,13 +43,22 @@ class Rewritten:
         """Runs it on its inputs and extras."""
         return list(jaxpr_as_fun(self.program)(*arrays))
 
-    def giving(self, dtypes: Sequence[Any]) -> Any:
-        """Its program with the results cast to dtypes."""
+    def giving(self, dtypes: Sequence[Any], record: Record) -> Any:
+        """Its program with the results cast to dtypes, which are noted in a record."""
         if list(self.dtypes) == list(dtypes):
             return self.program
+        self.note_casts(dtypes, record)
         return jax.make_jaxpr(lambda *arrays: cast_to(self(*arrays), dtypes))(
             *self.program.in_avals
         )
+
+    def note_casts(self, dtypes: Sequence[Any], record: Record) -> None:
+        """Notes casts of its first results to dtypes."""
+        record.casts += [
+            Cast(aval.dtype, dtype, aval.shape)
+            for aval, dtype in zip(self.program.out_avals, dtypes, strict=False)
+            if getattr(aval, "dtype", None) != dtype
+        ]
 
 
 def rewrite(

@@ -30,7 +30,7 @@ def run_linear_solve(site: Site) -> list[Value]:
         consts = site.operands[end - length : end]
         inner.append(rewrite(site, program, [*consts, *sides]))
         dtypes = [_dtypes.dtype_of(var) for var in program.jaxpr.outvars]
-        rewritten.append(inner[-1].giving(dtypes))
+        rewritten.append(inner[-1].giving(dtypes, site.emitter.record))
     note(site, *inner)
     arrays = [value.array for value in (*site.operands[: ends[-1]], *sides)]
     results = site.bind(arrays, jaxprs=type(programs)(*rewritten))
