@@ -23,4 +23,7 @@ product = jax.jit(jamp.autocast(jnp.matmul, device_type="cpu"))(matrix, matrix)
 if product.dtype != jnp.bfloat16:
     raise SystemExit(f"autocast gave a {product.dtype} product, not a bfloat16 one")
 
+# Reads a file that is no module.
+jamp.explain(jnp.matmul)(matrix, matrix).to_html()
+
 print(f"jamp works from {jamp.__file__} with JAX {jax.__version__}")
