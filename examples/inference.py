@@ -36,7 +36,7 @@ class Result(NamedTuple):
     product_dtypes: set[str]  # of the matrix products and convolutions
 
 
-@jamp.autocast(dtype=jnp.bfloat16)
+@jamp.autocast(device_type="gpu", dtype=jnp.bfloat16)
 def logits_of(variables: dict, images: jax.Array) -> jax.Array:
     return digits.MODEL.apply(variables, images, train=False)
 

@@ -114,6 +114,19 @@ def _add_diagnose(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         metavar="SCALE",
         help="also run the gradient of the function, a loss multiplied by this",
     )
+    diagnose.add_argument(
+        "--has-aux",
+        action="store_true",
+        help="the function returns a pair of the loss and something else",
+    )
+    diagnose.add_argument(
+        "--argnums",
+        type=int,
+        nargs="+",
+        default=[0],
+        metavar="N",
+        help="which arguments the gradient is taken of (default: 0, the first)",
+    )
     diagnose.add_argument("--plot", metavar="FILE", help="draw exponents, as PNG")
     diagnose.add_argument("--json", metavar="FILE", help="write the diagnosis as data")
     diagnose.set_defaults(run=_diagnose)
@@ -188,11 +201,16 @@ def _explain(chosen: argparse.Namespace) -> tuple[list[str], int]:
 def _diagnose(chosen: argparse.Namespace) -> tuple[list[str], int]:
     function, (args, kwargs), options = _loaded(chosen)
     with users_code(f"running {chosen.function}"):
-        diagnosis = diagnose(function, loss_scale=chosen.loss_scale, **options)(
-            *args, **kwargs
-        )
+        diagnosis = diagnose(
+            function,
+            loss_scale=chosen.loss_scale,
+            has_aux=chosen.has_aux,
+            argnums=chosen.argnums,
+            **options,
+        )(*args, **kwargs)
     if chosen.plot is not None:
-        diagnosis.plot(chosen.plot)
+        with users_code(f"drawing {chosen.plot}"):
+            diagnosis.plot(chosen.plot)
     _save_json(chosen.json, diagnosis)
     return [diagnosis.text()], not diagnosis.healthy
 

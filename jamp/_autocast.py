@@ -168,6 +168,11 @@ class autocast:
 
     def __call__(self, fn: Any) -> Any:
         """Transforms a function."""
+        if isinstance(fn, str):
+            raise AutocastTypeError(
+                f"autocast transforms a function, got {fn!r}; device_type is a "
+                f"keyword: autocast(fn, device_type={fn!r})"
+            )
         if not callable(fn):
             raise AutocastTypeError(
                 f"autocast transforms a function, got {type(fn).__name__}; write "
@@ -182,7 +187,7 @@ class autocast:
         def under_autocast(*args: Any, **kwargs: Any) -> Any:
             options = _regions.make_options(*self._arguments)
             if options.enabled and options.device_type == "cpu":
-                warn_if_slow()
+                warn_if_slow(options.dtype)
             if options not in transformed:
                 transformed[options] = _Transformed(fn, options, self._output_dtype)
             return transformed[options](args, kwargs)

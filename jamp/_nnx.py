@@ -52,16 +52,18 @@ def prepare(fn: Callable[..., Any], args: Any, kwargs: Any) -> Prepared:
     if nnx is None:
         return Prepared(fn, args, kwargs, lambda result: result)
     own = _modules_of(fn, nnx)
-    leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=partial(_is_node, nnx))
-    passed = [leaf for leaf in leaves if _is_node(nnx, leaf)]
+    leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=partial(is_node, nnx))
+    passed = [leaf for leaf in leaves if is_node(nnx, leaf)]
     modules = [*own, *passed]
     if not modules:
         return Prepared(fn, args, kwargs, lambda result: result)
     numbers = iter(range(len(own), len(modules)))
-    held = [_Slot(next(numbers)) if _is_node(nnx, leaf) else leaf for leaf in leaves]
+    held = [_Slot(next(numbers)) if is_node(nnx, leaf) else leaf for leaf in leaves]
     structure, state = nnx.split(modules)
 
     def call(structure: Any, state: Any, held: Any) -> Any:
+        # Merging may take the variables of the state as they are.
+        before = _arrays(nnx, state)
         copies = nnx.merge(structure, state)
         filled = [
             copies[leaf.index] if isinstance(leaf, _Slot) else leaf for leaf in held
@@ -69,7 +71,7 @@ def prepare(fn: Callable[..., Any], args: Any, kwargs: Any) -> Prepared:
         inner_args, inner_kwargs = jax.tree.unflatten(tree, filled)
         inner = _with_modules(fn, nnx, copies[: len(own)])
         result = inner(*inner_args, **inner_kwargs)
-        return result, nnx.split(copies)[1]
+        return result, _changed(nnx, before, nnx.split(copies)[1])
 
     def finish(result: Any) -> Any:
         value, state = result
@@ -79,8 +81,24 @@ def prepare(fn: Callable[..., Any], args: Any, kwargs: Any) -> Prepared:
     return Prepared(call, (structure, state, held), {}, finish)
 
 
+def _arrays(nnx: Any, state: Any) -> dict[Any, list[Any]]:
+    """The arrays of a state by their paths."""
+    return {path: jax.tree.leaves(leaf) for path, leaf in nnx.to_flat_state(state)}
+
+
+def _changed(nnx: Any, before: dict[Any, list[Any]], after: Any) -> Any:
+    """What a call changed in a state; the rest may not even be written, under jit."""
+    arrays = _arrays(nnx, after)
+    kept = [
+        (path, leaf)
+        for path, leaf in nnx.to_flat_state(after)
+        if list(map(id, arrays[path])) != list(map(id, before.get(path, [])))
+    ]
+    return nnx.from_flat_state(kept)
+
+
 def value_and_grad(*arguments: Any) -> Callable[..., Any]:
-    """The `value_and_grad` for arguments: flax.nnx's if there are modules, or JAX's.
+    """The `value_and_grad` for arguments: flax.nnx's for modules and `Rngs`, or JAX's.
 
     JAX's takes a module for a tree of parameters, and loses what a call changes in it.
     """
@@ -88,38 +106,39 @@ def value_and_grad(*arguments: Any) -> Callable[..., Any]:
     if nnx is None:
         return jax.value_and_grad
 
-    def is_module(node: Any) -> bool:
-        return isinstance(node, nnx.Module)
+    def changes(node: Any) -> bool:
+        return isinstance(node, nnx.Module | nnx.Rngs)
 
-    modules = any(map(is_module, jax.tree.leaves(arguments, is_leaf=is_module)))
-    return nnx.value_and_grad if modules else jax.value_and_grad
+    found = any(map(changes, jax.tree.leaves(arguments, is_leaf=changes)))
+    return nnx.value_and_grad if found else jax.value_and_grad
 
 
-def _is_node(nnx: Any, value: Any) -> bool:
+def is_node(nnx: Any, value: Any) -> bool:
+    """Whether a value is a module, or another thing of flax.nnx that has state."""
     return isinstance(value, (nnx.Module, nnx.Rngs, nnx.Variable))
 
 
 def _modules_of(fn: Any, nnx: Any) -> list[Any]:
     """The modules that a function is bound to or closes over."""
-    if _is_node(nnx, fn):
+    if is_node(nnx, fn):
         return [fn]
     if isinstance(fn, types.MethodType):
-        return [fn.__self__] if _is_node(nnx, fn.__self__) else []
+        return [fn.__self__] if is_node(nnx, fn.__self__) else []
     cells = getattr(fn, "__closure__", None) or ()
-    return [v for v in map(_content, cells) if _is_node(nnx, v)]
+    return [v for v in map(_content, cells) if is_node(nnx, v)]
 
 
 def _with_modules(fn: Any, nnx: Any, copies: list[Any]) -> Any:
     """The function with other modules in the place of its own."""
     if not copies:
         return fn
-    if _is_node(nnx, fn):
+    if is_node(nnx, fn):
         return copies[0]
     if isinstance(fn, types.MethodType):
         return types.MethodType(fn.__func__, copies[0])
     replacements = iter(copies)
     cells = tuple(
-        types.CellType(next(replacements)) if _is_node(nnx, _content(cell)) else cell
+        types.CellType(next(replacements)) if is_node(nnx, _content(cell)) else cell
         for cell in fn.__closure__
     )
     copy = types.FunctionType(

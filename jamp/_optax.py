@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,8 +13,15 @@ import jax.numpy as jnp
 import optax
 
 from jamp import _nnx
-from jamp._errors import ScalerError
-from jamp._scaler import GradScaler, ScalerState, refuse_float16, scaled, select
+from jamp._errors import ScalerError, ScalerTypeError
+from jamp._scaler import (
+    GradScaler,
+    ScalerState,
+    is_number,
+    refuse_float16,
+    scaled,
+    select,
+)
 from jamp.pallas_kernels import unscale_and_check
 
 
@@ -77,9 +85,18 @@ def dynamic_loss_scaling(
 
     Raises:
       ScalerError: `init` got float16 parameters, or `update` float16 gradients.
+      ScalerTypeError: `inner` is no optimizer, or `scaler` no `GradScaler`.
     """
     if isinstance(inner, optax.MultiSteps):
         inner = inner.gradient_transformation()
+    if not isinstance(inner, optax.GradientTransformation):
+        raise ScalerTypeError(
+            f"inner must be an optax optimizer, got {type(inner).__name__}"
+        )
+    if not isinstance(scaler, GradScaler | None):
+        raise ScalerTypeError(
+            f"scaler must be a jamp.GradScaler, got {type(scaler).__name__}"
+        )
     scaling = _LossScaling(
         inner=optax.with_extra_args_support(inner),
         scaler=GradScaler() if scaler is None else scaler,
@@ -99,7 +116,7 @@ class _LossScaling:
     def init(self, params: Any) -> DynamicLossScalingState:
         """The state for these parameters."""
         if self.scaler.enabled:
-            refuse_float16(params, "parameters")
+            refuse_float16(params, "the parameters")
         return DynamicLossScalingState(
             scaler_state=self.scaler.init(),
             last_step_skipped=jnp.array(False),
@@ -179,9 +196,7 @@ def loss_scale(opt_state: Any) -> jax.Array:
     Raises:
       ScalerError: it holds no loss scale, or several.
     """
-    state = find_state(opt_state)
-    state = state.scaler_state if isinstance(state, DynamicLossScalingState) else state
-    return jnp.asarray(state.scale)
+    return _scale_of(find_state(opt_state))
 
 
 def last_step_skipped(opt_state: Any) -> jax.Array:
@@ -237,20 +252,30 @@ def value_and_grad(
       A function of `opt_state` (as for `jamp.loss_scale`) and the arguments of
       `loss_fn`. It returns the value, not scaled, and the gradients, scaled: ready for
       the optimizer's update.
+
+    Raises:
+      ScalerError: `opt_state` holds no loss scale, or several.
+      ScalerTypeError: the loss is no real number, or `has_aux` does not fit what
+        `loss_fn` returns.
     """
 
     @functools.wraps(loss_fn)
     def scaled_value_and_grad(
         opt_state: Any, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        scale = loss_scale(opt_state)
+        scale = _scale_of(find_state(opt_state, "; the first argument is opt_state"))
 
         @functools.wraps(loss_fn)
         def with_scale(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
             value = loss_fn(*args, **kwargs)
-            loss = value[0] if has_aux else value
+            loss = _loss_in(value, has_aux)
+            _check_real(loss, options.get("holomorphic", False))
             return scaled(scale, loss), value
 
+        if isinstance(inspect.unwrap(loss_fn), functools.partial):
+            # flax.nnx takes the keywords that a partial has bound for arguments, if it
+            # sees its signature.
+            del with_scale.__wrapped__
         differentiate = _nnx.value_and_grad(args, kwargs)(
             with_scale, argnums=argnums, has_aux=True, **options
         )
@@ -262,8 +287,41 @@ def value_and_grad(
     return scaled_value_and_grad
 
 
-def find_state(tree: Any) -> Any:
-    """The state of loss scaling in a tree, of either kind; see `loss_scale`."""
+def _loss_in(value: Any, has_aux: bool) -> Any:
+    """The loss in what a loss function returned."""
+    if not has_aux:
+        if isinstance(value, tuple):
+            raise ScalerTypeError("the loss returned a tuple; pass has_aux=True")
+        return value
+    if not (isinstance(value, tuple | list) and len(value) == 2):
+        raise ScalerTypeError(
+            "with has_aux=True the loss returns a pair of the loss and something else, "
+            f"got {type(value).__name__}"
+        )
+    return value[0]
+
+
+def _check_real(loss: Any, holomorphic: bool) -> None:
+    """Raises for a number that JAX would not differentiate if it were not scaled."""
+    if not is_number(loss):
+        return
+    dtype = jnp.result_type(loss)
+    if not jnp.issubdtype(dtype, jnp.inexact if holomorphic else jnp.floating):
+        raise ScalerTypeError(f"grad requires a real-valued loss, got {dtype}")
+
+
+def _scale_of(state: Any) -> jax.Array:
+    state = state.scaler_state if isinstance(state, DynamicLossScalingState) else state
+    return jnp.asarray(state.scale)
+
+
+def find_state(tree: Any, hint: str = "") -> Any:
+    """The state of loss scaling in a tree, of either kind; see `loss_scale`.
+
+    Args:
+      tree: what holds the state.
+      hint: what the message adds if there is none.
+    """
     kinds = (DynamicLossScalingState, ScalerState)
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kinds))
     found = [leaf for leaf in leaves if isinstance(leaf, kinds)]
@@ -276,5 +334,5 @@ def find_state(tree: Any) -> Any:
         )
     raise ScalerError(
         f"found no loss scale in {type(tree).__name__}: give it the state of an "
-        "optimizer made by jamp.dynamic_loss_scaling, or a ScalerState"
+        f"optimizer made by jamp.dynamic_loss_scaling, or a ScalerState{hint}"
     )

@@ -84,7 +84,8 @@ class Policy:
         """Loads a policy table.
 
         Args:
-          source: `'gpu'`, `'cpu'` or `'tpu'`, or the path of a TOML file.
+          source: `'gpu'` (or `'cuda'`, `'rocm'`), `'cpu'` or `'tpu'`, or the path of a
+            TOML file.
 
         Returns:
           The policy.
@@ -115,7 +116,7 @@ class Policy:
             if isinstance(entries, str):
                 raise PolicyError(f"{name}={entries!r}: give a list of entries")
             for entry in entries:
-                key = _entry(entry)
+                key = self._entry(entry)
                 same = _identity(key)
                 if given.setdefault(same, rule) is not rule:
                     raise PolicyError(f"{_label(key)} is given two rules")
@@ -172,7 +173,7 @@ class Policy:
         if found is not None:
             return found[1]
         if function is not None:
-            key = _entry(function)
+            key = self._entry(function)
             code = key.resolve() if isinstance(key, Function) else None
             listed = self.function_codes.get(code) if code else None
             if listed is not None:
@@ -201,6 +202,23 @@ class Policy:
     def function_codes(self) -> Mapping[CodeType, Function]:
         """The functions whose modules are imported by now, by code object."""
         return code_table(function for function, _ in self.functions)
+
+    def _entry(self, entry: Any) -> str | Function:
+        if isinstance(entry, Primitive):
+            return entry.name
+        if isinstance(entry, Function):
+            return entry
+        if not isinstance(entry, str):
+            return Function.of(entry)
+        if "." in entry:
+            return Function(entry)
+        if is_primitive(entry):
+            return entry
+        names = [f.name for f, _ in self.functions if f.name.endswith(f".{entry}")]
+        raise PolicyError(
+            f"unknown primitive {entry!r}; functions have dotted names, as in "
+            f"{' or '.join(names) or 'jax.nn.softmax'}"
+        )
 
     def __hash__(self) -> int:
         return self._hash
@@ -236,9 +254,14 @@ def to_rule(name: str) -> Rule:
     return Rule(name)
 
 
+def is_primitive(name: str) -> bool:
+    """Whether a policy may list this name as a primitive."""
+    return name == RECIPROCAL or name in primitive_names()
+
+
 def check_primitive(name: str) -> str:
     """Returns the name of a primitive of JAX, or raises a PolicyError."""
-    if name != RECIPROCAL and name not in primitive_names():
+    if not is_primitive(name):
         raise PolicyError(f"unknown primitive {name!r}")
     return name
 
@@ -249,16 +272,6 @@ def to_dtype(value: Any) -> DType:
         if value == dtype.name:
             return dtype
     raise PolicyError(f"dtype must be 'float16' or 'bfloat16', got {value!r}")
-
-
-def _entry(entry: Any) -> str | Function:
-    if isinstance(entry, Primitive):
-        return entry.name
-    if isinstance(entry, Function):
-        return entry
-    if isinstance(entry, str):
-        return Function(entry) if "." in entry else check_primitive(entry)
-    return Function.of(entry)
 
 
 def _identity(key: str | Function) -> Any:

@@ -24,6 +24,8 @@ from jamp._policy import (
 )
 
 BUILTIN = ("gpu", "cpu", "tpu")
+# The policy of each device type.
+DEVICES = {"gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "cpu": "cpu", "tpu": "tpu"}
 _BUILTIN_FILES = tuple(f"{name}.toml" for name in (*BUILTIN, "base"))
 _TOP_KEYS = ("name", "dtype", "extends", "unsafe", "results", *RULE_NAMES)
 _UNSAFE_KEYS = ("primitives", "of", "dtype", "advice")
@@ -31,8 +33,8 @@ _UNSAFE_KEYS = ("primitives", "of", "dtype", "advice")
 
 def load(source: str | Path) -> Policy:
     """Loads a built-in policy by name or a TOML file by path; see `Policy.load`."""
-    if str(source) in BUILTIN:
-        return _load_builtin(str(source))
+    if str(source) in DEVICES:
+        return _load_builtin(DEVICES[str(source)])
     path = Path(source)
     try:
         text = path.read_text(encoding="utf-8")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import sys
 import warnings
 from functools import cache
 from pathlib import Path
 
 import jax
 
+from jamp._dtypes import FLOAT16, DType
 from jamp._errors import JampWarning
+from jamp._origin import is_users
 
 _CPU_INFO = Path("/proc/cpuinfo")
 # Instructions that multiply bfloat16: of x86 processors, and of ARM's.
@@ -30,13 +33,22 @@ def multiplies_bfloat16(cpu_info: str | None = None) -> bool | None:
 
 
 @cache
-def warn_if_slow() -> None:
-    """Warns, once, if JAX computes on a processor where 16 bits only cost time."""
+def warn_if_slow(dtype: DType) -> None:
+    """Warns, once, if JAX computes on a processor where a dtype only costs time."""
     if jax.default_backend() == "cpu" and multiplies_bfloat16() is False:
+        what = "16-bit products" if dtype == FLOAT16 else "bfloat16"
         warnings.warn(
-            "this processor has no bfloat16 instructions (AVX512-BF16 or AMX): "
+            f"this processor has no instructions for {what} (AVX512-BF16 or AMX): "
             "autocast saves no time on it, and may take twice as long as float32. "
             "jamp.autocast(fn, enabled=False) runs fn as written",
             JampWarning,
-            stacklevel=3,
+            stacklevel=_users_level(),
         )
+
+
+def _users_level() -> int:
+    """The stacklevel, for the caller, of a warning at the user's own line."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and not is_users(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    return level

@@ -21,9 +21,9 @@ from jamp import _dtypes
 from jamp._dtypes import DType
 from jamp._errors import AutocastError, AutocastTypeError
 from jamp._policy import Policy
+from jamp._policy_toml import DEVICES
 
 _PREFIX = "jamp.autocast:"
-_DEVICES = {"gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "cpu": "cpu", "tpu": "tpu"}
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ def device_kind(device_type: Any) -> str:
         raise AutocastTypeError(
             f"device_type must be a str such as 'gpu', got {type(device_type).__name__}"
         )
-    if device_type not in _DEVICES:
+    if device_type not in DEVICES:
         raise AutocastError(
-            f"unknown device_type {device_type!r}; known are {', '.join(_DEVICES)}"
+            f"unknown device_type {device_type!r}; known are {', '.join(DEVICES)}"
         )
-    return _DEVICES[device_type]
+    return DEVICES[device_type]
 
 
 def check_options(device_type: Any, dtype: Any, policy: Any) -> None:
@@ -111,7 +111,9 @@ def _low_dtype(dtype: Any) -> DType:
     try:
         found = jax.dtypes.canonicalize_dtype(dtype)
     except TypeError as error:
-        raise AutocastTypeError(f"dtype is no dtype: {dtype!r}") from error
+        raise AutocastTypeError(
+            f"dtype must be float16 or bfloat16, got {dtype!r}"
+        ) from error
     if found not in _dtypes.LOW_DTYPES:
         raise AutocastError(
             f"dtype must be float16 or bfloat16, got {found}; leave it out for the "

@@ -133,7 +133,7 @@ class GradScaler:
         """
         if not self.enabled:
             return grads, jnp.array(False)
-        refuse_float16(grads, "gradients")
+        refuse_float16(grads, "Attempting to unscale FP16 gradients: the gradients")
         inverse = 1 / state.scale
         unscaled, found_inf = unscale_and_check(grads, inverse)
         # Where denormal numbers are flushed, the inverse of a scale above 2**126 is
@@ -292,7 +292,7 @@ def scaled(scale: jax.Array, outputs: Any) -> Any:
     """Every leaf times a scale; see `GradScaler.scale`."""
 
     def times(leaf: Any) -> jax.Array:
-        if not _is_number(leaf):
+        if not is_number(leaf):
             raise ScalerTypeError(
                 f"outputs must be arrays or numbers, got {type(leaf).__name__}"
             )
@@ -306,7 +306,8 @@ def scaled(scale: jax.Array, outputs: Any) -> Any:
     return jax.tree.map(times, outputs)
 
 
-def _is_number(leaf: Any) -> bool:
+def is_number(leaf: Any) -> bool:
+    """Whether a value is an array or number that can be scaled."""
     if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float)):
         return False
     dtype = getattr(leaf, "dtype", np.dtype(type(leaf)))
@@ -318,7 +319,7 @@ def refuse_float16(tree: Any, what: str) -> None:
 
     Args:
       tree: gradients or parameters.
-      what: which of the two.
+      what: what the message calls them.
     """
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     paths = [
@@ -328,9 +329,10 @@ def refuse_float16(tree: Any, what: str) -> None:
     ]
     if paths:
         shown = ", ".join(paths[:5]) + (" ..." if len(paths) > 5 else "")
+        # A tree that is one array has no path.
+        where = f" at {shown}" if shown else ""
         raise ScalerError(
-            f"Attempting to unscale FP16 gradients: the {what} at {shown} are float16 "
-            "because the parameters are. Keep the parameters in float32 and let "
+            f"{what}{where} are float16: keep the parameters in float32 and let "
             "jamp.autocast cast them where they are used"
         )
 

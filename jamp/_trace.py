@@ -48,13 +48,14 @@ def trace(fn: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> T
         inner_args, inner_kwargs = jax.tree.unflatten(tree, filled)
         with _regions.tracing(options):
             result = fn(*inner_args, **inner_kwargs)
-        out["leaves"], out["tree"] = jax.tree.flatten(result)
-        return [leaf for leaf in out["leaves"] if is_array(leaf)]
+        found, out["tree"] = jax.tree.flatten(result)
+        # Arrays are tracers here, which must not outlive the trace.
+        out["static"] = [None if is_array(leaf) else (leaf,) for leaf in found]
+        return [leaf for leaf in found if is_array(leaf)]
 
     flat.__name__ = getattr(fn, "__name__", "fn")
     program = _make_jaxpr(flat, [leaves[position] for position in positions])
-    static = [None if is_array(leaf) else (leaf,) for leaf in out["leaves"]]
-    out_tree = out["tree"]
+    static, out_tree = out["static"], out["tree"]
 
     def rebuild(results: Sequence[Any]) -> Any:
         arrays = iter(results)

@@ -80,6 +80,9 @@ def loss_fn(w, x, *, power=1):
 def energy(w, x):
     return jnp.sum((x @ w) * (x @ w))
 
+def with_aux(w, x):
+    return jnp.mean(x @ w), x
+
 def broken(w, x):
     return x @ w.no_such_thing
 
@@ -132,6 +135,18 @@ def test_diagnose_finds_nothing_in_a_healthy_function(project):
     assert main(["diagnose", "train:loss_fn", "inputs.py"]) == 0
 
 
+def test_diagnose_takes_the_gradient_of_a_loss_with_aux(project, capsys):
+    options = ["--loss-scale", "1024", "--has-aux", "--argnums", "0", "1"]
+    assert main(["diagnose", "train:with_aux", "inputs.py", *options]) == 0
+    assert "error of the gradient" in capsys.readouterr().out
+
+
+def test_a_picture_of_an_unknown_kind_is_an_error_of_its_own(project, capsys):
+    options = ["--plot", "exponents.picture"]
+    assert main(["diagnose", "train:loss_fn", "inputs.py", *options]) == 2
+    assert "drawing exponents.picture failed" in capsys.readouterr().err
+
+
 def test_diagnose_names_a_fault_and_exits_with_1(project, capsys):
     inputs = INPUTS.replace("args = (", "args = (1000 * ")
     (project / "inputs.py").write_text(inputs, encoding="utf-8")
@@ -154,7 +169,7 @@ def test_diagnose_names_a_fault_and_exits_with_1(project, capsys):
         ("absent.py:fn", "inputs.py", "there is no file absent.py"),
         ("train:loss_fn", "absent.py", "there is no file absent.py"),
         ("train:loss_fn", "train.py", "train.py must set args, a tuple"),
-        ("train:broken", "inputs.py", "train.py:11: AttributeError"),
+        ("train:broken", "inputs.py", "train.py:14: AttributeError"),
     ],
 )
 @pytest.mark.parametrize("command", ["explain", "diagnose"])

@@ -165,9 +165,19 @@ def test_what_is_not_finite_in_float32_is_told_apart():
 
 
 def test_an_argument_that_is_not_finite_is_named():
-    (finding,) = diagnose(lambda x: product(x))(np.full((8, 8), np.nan, "f")).findings
+    def fn(x, params):
+        return product(x) @ params["w"]
+
+    params = {"w": np.full((8, 8), np.nan, "f")}
+    (finding,) = diagnose(fn)(X, params).findings
     assert (finding.kind, finding.operation) == ("float32", "argument")
-    assert "an argument is not finite" in str(finding)
+    assert "argument args[1]['w'] is not finite" in str(finding)
+
+
+def test_a_constant_that_is_not_finite_is_told():
+    constant = np.full((8, 8), np.nan, "f")
+    (finding,) = diagnose(lambda x: product(x) @ constant)(X).findings
+    assert "an argument or a constant is not finite" in str(finding)
 
 
 def first_fault(h):
@@ -215,8 +225,8 @@ def test_the_gradient_is_of_argnums():
     diagnosis = diagnose(fn, loss_scale=1.0, argnums=(1, 2), has_aux=True)(
         X, np.float32(2), EYE
     )
-    labels = ["loss", "aux[0]['seen']", "gradient of [1]", "gradient of [2]"]
-    assert list(diagnosis.errors) == labels
+    gradients = ["gradient of args[1]", "gradient of args[2]"]
+    assert list(diagnosis.errors) == ["loss", "aux['seen']", *gradients]
 
 
 def test_the_gradient_of_a_partial_is_of_what_is_left():
@@ -224,7 +234,7 @@ def test_the_gradient_of_a_partial_is_of_what_is_left():
         return jnp.mean(x @ w)
 
     errors = diagnose(functools.partial(fn, EYE), loss_scale=1.0)(X).errors
-    assert list(errors) == ["loss", "gradient of [1]"]
+    assert list(errors) == ["loss", "gradient of args[1]"]
 
 
 def test_float64_integers_and_keys_are_left_alone():
@@ -285,6 +295,11 @@ def test_autocast_that_is_off_is_healthy():
     [
         ({"loss_scale": 0.0}, "loss_scale must be positive"),
         ({"loss_scale": float("inf")}, "loss_scale must be positive"),
+        ({"loss_scale": float("nan")}, "loss_scale must be positive"),
+        ({"loss_scale": -1.0}, "loss_scale must be positive"),
+        ({"loss_scale": 1e39}, "loss_scale must be positive and a float32"),
+        ({"loss_scale": 1e-50}, "loss_scale must be positive and a float32"),
+        ({"loss_scale": "x"}, "loss_scale must be a number, got 'x'"),
         ({"loss_scale": 1.0, "argnums": 3}, "there are 1 positional arguments"),
         ({"dtypes": jnp.float16}, "takes the options of jamp.autocast, not dtypes"),
         ({"dtype": jnp.float32}, "dtype must be float16 or bfloat16"),
@@ -300,7 +315,7 @@ def test_wrong_options_raise(options, message):
     [
         (lambda x: x, (3,), "give it some arrays"),
         (product, (jax.ShapeDtypeStruct((8, 8), np.float32),), "arrays with values"),
-        (product, (X,), r"a scalar loss.* of shape \(8, 8\)"),
+        (product, (X,), r"a scalar loss.*got an array of shape \(8, 8\)"),
         (lambda x: 1.0, (X,), "a scalar loss.*got float"),
         (lambda x: x.sum(), (np.arange(3),), "there are none"),
     ],

@@ -52,6 +52,13 @@ def in_float32(fault):
     return run(fault.repaired or fault.fn, fault, 1.0)
 
 
+def pasted(code, fault):
+    """The policy that a suggestion's code makes in the module of the fault."""
+    namespace = {**fault.fn.__globals__, "jamp": jamp}
+    exec(code, namespace)
+    return namespace["policy"]
+
+
 @each_fault
 def test_the_line_and_operation_are_found(name):
     fault, finding = fault_of(name), diagnosis_of(name).findings[0]
@@ -82,6 +89,8 @@ def test_what_is_suggested_cures_it(name):
     options, loss_scale = {}, fault.loss_scale or 1.0
     for suggestion in suggestions:
         options.update(suggestion.options)
+        if "policy" in suggestion.options:
+            options["policy"] = pasted(suggestion.code, fault)
         loss_scale = suggestion.loss_scale or loss_scale
     # What is to be changed in the program itself is changed there.
     by_hand = not (options or loss_scale != (fault.loss_scale or 1.0))

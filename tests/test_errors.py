@@ -114,7 +114,11 @@ ARGUMENTS = {
     "float32": ({"dtype": jnp.float32}, jamp.AutocastError, "float32"),
     "float8": ({"dtype": jnp.float8_e4m3fn}, jamp.AutocastError, "float8"),
     "integer": ({"dtype": jnp.int16}, jamp.AutocastError, "int16"),
-    "no dtype": ({"dtype": "half of it"}, jamp.AutocastTypeError, "half of it"),
+    "no dtype": (
+        {"dtype": "fp16"},
+        jamp.AutocastTypeError,
+        "dtype must be float16 or bfloat16, got 'fp16'",
+    ),
     "policy name": ({"policy": "gpu"}, jamp.AutocastTypeError, "Policy.load"),
 }
 
@@ -136,6 +140,12 @@ def test_arguments_of_a_disabled_autocast_are_checked_too():
 def test_autocast_of_what_is_no_function_raises(value):
     with pytest.raises(jamp.AutocastTypeError, match="function"):
         jamp.autocast(value)
+
+
+@pytest.mark.parametrize("device_type", ["gpu", "cuda", "cpu"])
+def test_a_device_type_in_the_place_of_the_function_raises(device_type):
+    with pytest.raises(jamp.AutocastTypeError, match=f"device_type='{device_type}'"):
+        jamp.autocast(device_type)
 
 
 def test_autocast_of_an_autocast_object_raises():

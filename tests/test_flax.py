@@ -145,6 +145,41 @@ def test_scaled_gradients_of_a_model_are_those_of_nnx_and_its_state_is_kept(jit)
     near(changing(model), changing(expected))
 
 
+@pytest.mark.parametrize("wrap", [lambda fn: fn, gpu], ids=["plain", "autocast"])
+def test_scaled_gradients_of_a_partial_with_keywords_are_those_of_nnx(wrap):
+    expected, model = Net(), Net()
+    bound = functools.partial(loss, x=X, y=Y)
+    wanted_value, wanted = nnx.value_and_grad(bound)(expected)
+    state = jamp.GradScaler(init_scale=8.0).init()
+    value, gradients = jamp.value_and_grad(wrap(bound))(state, model)
+    unscaled = jax.tree.map(lambda leaf: leaf / 8, gradients)
+    near((value, unscaled), (wanted_value, wanted), 0.05)
+    near(changing(model), changing(expected))
+
+
+def test_scaled_gradients_beside_random_streams_keep_their_counters():
+    def noisy(params, rngs):
+        noise = jax.random.normal(rngs.noise(), params["w"].shape)
+        return jnp.sum(params["w"] * noise)
+
+    params = {"w": jnp.ones(4)}
+    expected, rngs = nnx.Rngs(0), nnx.Rngs(0)
+    state = jamp.GradScaler(init_scale=8.0).init()
+    for _ in range(2):
+        value, gradients = jamp.value_and_grad(gpu(noisy))(state, params, rngs)
+        wanted_value, wanted = nnx.value_and_grad(noisy)(params, expected)
+        near((value, gradients["w"] / 8), (wanted_value, wanted["w"]))
+    assert rngs.default.count[...] == expected.default.count[...] == 2
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap])
+def test_a_module_that_a_call_leaves_as_it_is_may_be_transformed(transform):
+    layer = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+    result = transform(gpu(layer))(X)
+    assert result.dtype == jnp.float16
+    near(result.astype(jnp.float32), layer(X))
+
+
 def test_grad_of_a_model_returns_its_state_as_nnx_does():
     gradients = nnx.grad(gpu(loss))(Net(), X, Y)
     near(gradients, nnx.grad(loss)(Net(), X, Y), 0.05)

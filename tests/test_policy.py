@@ -33,6 +33,11 @@ def test_each_device_type_has_a_policy(name, dtype):
     assert under(policy, lambda x: x @ x) == dtype
 
 
+@pytest.mark.parametrize("name", ["cuda", "rocm"])
+def test_other_names_of_a_gpu_load_its_policy(name):
+    assert jamp.Policy.load(name) == GPU
+
+
 @pytest.mark.parametrize(
     "primitive, gpu, cpu",
     [
@@ -167,7 +172,8 @@ def test_a_banned_function_or_primitive_raises():
     "rules, words",
     [
         ({"lowr": ["exp"]}, ["lowr", "lower"]),
-        ({"lower": ["expp"]}, ["unknown primitive", "expp"]),
+        ({"lower": ["expp"]}, ["unknown primitive", "expp", "dotted names"]),
+        ({"lower": ["softmax"]}, ["unknown primitive", "as in jax.nn.softmax"]),
         ({"lower": ["jax.nn.no_such_function"]}, ["jax.nn.no_such_function"]),
         ({"lower": "exp"}, ["list"]),
         ({"lower": ["exp"], "float32": ["exp"]}, ["exp", "two"]),

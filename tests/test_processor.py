@@ -2,6 +2,7 @@
 
 import warnings
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,6 +63,18 @@ def test_autocast_on_a_slow_processor_warns_once_where_it_is_called():
 
 
 @pytest.mark.usefixtures("old_processor")
+@pytest.mark.parametrize(
+    ("dtype", "words"),
+    [(jnp.bfloat16, "for bfloat16 "), (jnp.float16, "for 16-bit products ")],
+)
+def test_the_warning_names_what_is_asked_for_and_the_users_line_in_jit(dtype, words):
+    product = jax.jit(jamp.autocast(jnp.matmul, dtype=dtype, device_type="cpu"))
+    with pytest.warns(jamp.JampWarning, match=words) as caught:
+        product(X, X)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+@pytest.mark.usefixtures("old_processor")
 @pytest.mark.parametrize("options", [{"device_type": "gpu"}, {"enabled": False}])
 def test_other_devices_and_a_disabled_autocast_warn_of_nothing(options):
     with warnings.catch_warnings():
@@ -97,6 +110,22 @@ def test_16_bit_matrices_are_multiplied_in_float32_where_that_is_faster(
     assert products(product, X, X) == [(low, low, low, precision)]
     loss = jax.value_and_grad(lambda x, y: jnp.sum(product(x, y)), argnums=(0, 1))
     assert products(loss, X, X) == [(low, low, low, precision)] * 3
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        jax.lax.dot,
+        lambda x, w: jax.lax.dot_general(x, w, (((1,), (0,)), ((), ()))),
+        lambda x, w: nn.Dense(2).apply({"params": {"kernel": w, "bias": w[0]}}, x),
+        lambda x, w: jnp.einsum("ij,jk->ki", x, w),
+    ],
+    ids=["dot", "dot_general", "linen.Dense", "einsum"],
+)
+@pytest.mark.usefixtures("old_processor")
+def test_so_they_are_however_the_product_is_written(product):
+    low = "bfloat16"
+    assert products(jamp.autocast(product), X, X) == [(low, low, low, IN_FLOAT32)]
 
 
 @pytest.mark.usefixtures("old_processor")

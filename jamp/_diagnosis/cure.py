@@ -34,7 +34,7 @@ def find_cure(
 
     def cures(changes: Iterable[Change]) -> bool:
         settings = _applied(before.settings, changes)
-        return not run_again(subject, settings, before)
+        return not run_again(subject, settings, before).spoiled
 
     chosen: list[Change] = []
     examination = before
@@ -48,7 +48,7 @@ def find_cure(
             break
         change, examination = step
         chosen.append(change)
-    for change in last_resorts(before.faults[0], before):
+    for change in last_resorts(before):
         if cures([change]):
             return [change], True
     return [], False
@@ -152,5 +152,8 @@ def _rules(changes: Sequence[Change]) -> str:
 def _entry(value: Any) -> str:
     if not isinstance(value, Function):
         return f'"{value}"'
+    found = Function(value.name, required=False).resolve()
+    if found is not None and found is value.resolve():
+        return f'"{value.name}"'
     # A function that no dotted name leads to is given as an object.
-    return f'"{value.name}"' if "." in value.name else value.name
+    return value.name.rpartition("<locals>.")[2]

@@ -124,14 +124,15 @@ class Diagnosis:
       findings: the operations at fault, in the program's order.
       suggestions: what cures them; empty if nothing is wrong.
       errors: the root mean square error of each result, relative to that of its value
-        in float32; inf for one that is not finite.
+        in float32; inf for one that is not finite. That of a gradient which is only
+        rounding, such as that of a bias in front of BatchNorm, may be large.
       gradient_error: the error of the gradient as a whole; None without a loss scale.
       underflows: the operations with the most underflow.
       histograms: the sizes of 16-bit values, module by module.
       loss_scale: the loss scale that it was run with.
       scale_window: the smallest loss scale that keeps nine tenths of the gradients'
         elements from becoming zero, and the largest that keeps all finite; None without
-        a loss scale.
+        a loss scale, and where gradients are too small or too large to tell.
     """
 
     header: str
@@ -153,9 +154,7 @@ class Diagnosis:
     def text(self) -> str:
         """The diagnosis as text."""
         lines = [self.header, ""]
-        lines += list(map(str, self.findings)) or [
-            "healthy: nothing is further from float32 than rounding explains"
-        ]
+        lines += list(map(str, self.findings)) or [self._health()]
         if self.suggestions:
             lines += ["", "to cure it:", *map(str, self.suggestions)]
         results = {
@@ -180,6 +179,17 @@ class Diagnosis:
         if self.underflows:
             lines += ["most underflow:", *(f"  {u}" for u in self.underflows)]
         return "\n".join(lines)
+
+    def _health(self) -> str:
+        """A line on a program without findings."""
+        scale, (low, high) = self.loss_scale, self.scale_window or (0.0, math.inf)
+        if scale is None or low > high or low <= scale <= high:
+            return "healthy: nothing is further from float32 than rounding explains"
+        side = "below" if scale < low else "above"
+        return (
+            f"healthy, but loss scale {scale:g} is {side} those that fit ({low:g} to "
+            f"{high:g})"
+        )
 
     def __str__(self) -> str:
         return self.text()

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -49,8 +50,7 @@ def diagnose(
 
         print(jamp.diagnose(loss_fn, loss_scale=2.0**15)(params, batch))
 
-    Branches, the lengths of loops and all integers are those of the run under autocast,
-    in both.
+    Branches, lengths of loops and integers are those of the run under autocast in both.
 
     Args:
       fn: the function, as given to `jamp.autocast`.
@@ -83,9 +83,12 @@ def diagnose(
             with shown(progress) as counted:
                 return examine(subject, settings, steps, counted)
 
-        first = run(settings)
         own_policy = autocast_options.get("policy") is not None
-        return _diagnosis(first, *_cure(subject, first, run, own_policy))
+        # What is not finite is what this is about.
+        with jax.debug_nans(False), jax.debug_infs(False):
+            first = run(settings)
+            faults, suggestions = _cure(subject, first, run, own_policy)
+        return _diagnosis(subject, first, faults, suggestions)
 
     return diagnosed
 
@@ -95,8 +98,19 @@ def _check(fn: Any, loss_scale: float | None, autocast_options: Any) -> None:
     if not callable(fn):
         raise AutocastTypeError(f"diagnose takes a function, got {type(fn).__name__}")
     _regions.check_named_options("diagnose", autocast_options)
-    if loss_scale is not None and not 0 < float(loss_scale) < math.inf:
-        raise AutocastError(f"loss_scale must be positive, got {loss_scale}")
+    if loss_scale is None:
+        return
+    try:
+        scale = math.fabs(loss_scale)
+    except TypeError as error:
+        raise AutocastTypeError(
+            f"loss_scale must be a number, got {loss_scale!r}"
+        ) from error
+    limits = jnp.finfo(np.float32)
+    if loss_scale < 0 or not float(limits.tiny) <= scale <= float(limits.max):
+        raise AutocastError(
+            f"loss_scale must be positive and a float32, got {loss_scale}"
+        )
 
 
 def _settings(loss_scale: float | None, autocast_options: Any) -> Settings:
@@ -137,7 +151,10 @@ def _by_hand(fault: Fault) -> Suggestion:
 
 
 def _diagnosis(
-    first: Examination, faults: Sequence[Fault], suggestions: tuple[Suggestion, ...]
+    subject: Subject,
+    first: Examination,
+    faults: Sequence[Fault],
+    suggestions: tuple[Suggestion, ...],
 ) -> Diagnosis:
     options, scale = first.settings.options, first.settings.loss_scale
     scaled = "" if scale is None else f", loss scale {scale:g}"
@@ -147,7 +164,7 @@ def _diagnosis(
             f"{options.policy.name}{scaled}"
         ),
         dtype=options.dtype.name,
-        findings=tuple(map(_finding, faults)),
+        findings=tuple(_finding(fault, subject) for fault in faults),
         suggestions=suggestions,
         errors={outcome.label: outcome.error for outcome in first.outcomes},
         gradient_error=None if scale is None else gradient_error(first.outcomes),
@@ -158,9 +175,11 @@ def _diagnosis(
     )
 
 
-def _finding(fault: Fault) -> Finding:
+def _finding(fault: Fault, subject: Subject) -> Finding:
     if fault.measured is None:
-        message = "an argument is not finite, so that float32 is not finite either"
+        named = ", ".join(subject.not_finite())
+        what = f"argument {named}" if named else "an argument or a constant"
+        message = f"{what} is not finite, so that float32 is not finite either"
         return Finding(fault.kind, "argument", "", None, "", False, None, message)
     site = fault.measured.site
     return Finding(

@@ -142,7 +142,11 @@ def scale_window(examination: Examination) -> tuple[float, float] | None:
     largest = max(statistics.largest for statistics in gradients) / scale
     counts = np.sum([statistics.exponents for statistics in gradients], axis=0)
     below = np.cumsum(counts) / counts.sum()
-    small = LOWEST_EXPONENT + int(np.searchsorted(below, TOO_SMALL)) - np.log2(scale)
+    bin_of_small = int(np.searchsorted(below, TOO_SMALL))
+    # What lies outside of the histogram is counted at its ends.
+    if bin_of_small in (0, len(counts) - 1) or any(s.wild for s in gradients):
+        return None
+    small = LOWEST_EXPONENT + bin_of_small - np.log2(scale)
     low = 2.0 ** np.ceil(np.log2(float(info.smallest_subnormal)) - small)
     high = 2.0 ** np.floor(np.log2(float(info.max) / largest))
     return float(low), float(high)

@@ -39,19 +39,28 @@ class Verdict:
     """What is wrong with the outcomes of a program; false if nothing is.
 
     Attributes:
-      wild: outcomes that are not finite in float32 either.
+      wild: gradients that are not finite in float32 either, and other outcomes that
+        are so, and not the same as under autocast.
+      alike: outcomes that are not finite in float32, and the same under autocast. As a
+        mask of -inf is, they may be meant.
       overflowed: outcomes that are not finite, and are in float32.
       lost: gradients that became zero.
       wrong: outcomes that are too far from float32's.
     """
 
     wild: tuple[Outcome, ...] = ()
+    alike: tuple[Outcome, ...] = ()
     overflowed: tuple[Outcome, ...] = ()
     lost: tuple[Outcome, ...] = ()
     wrong: tuple[Outcome, ...] = ()
 
-    def __bool__(self) -> bool:
+    @property
+    def spoiled(self) -> bool:
+        """Whether more is wrong than what is the same in float32."""
         return bool(self.wild or self.overflowed or self.lost or self.wrong)
+
+    def __bool__(self) -> bool:
+        return self.spoiled or bool(self.alike)
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,7 @@ class Fault:
 
     Attributes:
       kind: `'overflow'`, `'underflow'`, `'precision'` or `'float32'`.
-      measured: the operation; None if an argument is not finite.
+      measured: the operation; None if an argument or a constant is not finite.
     """
 
     kind: str
@@ -92,8 +101,12 @@ def judge(outcomes: Sequence[Outcome], limit: float) -> Verdict:
     def select(test: Callable[[Outcome], Any]) -> tuple[Outcome, ...]:
         return tuple(filter(test, outcomes))
 
+    def meant(outcome: Outcome) -> bool:
+        return not outcome.gradient and outcome.state.wild == outcome.state.alike
+
     return Verdict(
-        wild=select(lambda o: o.state.wild),
+        wild=select(lambda o: o.state.wild and not meant(o)),
+        alike=select(lambda o: o.state.wild and meant(o)),
         overflowed=select(lambda o: o.state.overflowed),
         lost=select(
             lambda o: (
@@ -116,14 +129,17 @@ def find_faults(verdict: Verdict, ledger: Ledger) -> list[Fault]:
         sites = ledger.led_to(site for outcome in outcomes for site in outcome.origins)
         return [m for m in ledger.measured if m.site.number in sites]
 
-    if verdict.wild:
-        found = [m for m in path_to(verdict.wild) if m.statistics.wild_began]
-        return [Fault("float32", found[0] if found else None)]
+    faults: list[Fault] = []
+    wild = verdict.wild if verdict.spoiled else verdict.alike
+    if wild:
+        began = [m for m in path_to(wild) if m.statistics.wild_began]
+        faults.append(Fault("float32", began[0] if began else None))
     path = path_to((*verdict.overflowed, *verdict.lost, *verdict.wrong))
     overflowed = [m for m in path if m.statistics.began]
     if overflowed:
-        return [_overflow(m, ledger) for m in _one_per_line(overflowed)]
-    return [Fault(_kind(m), m) for m in _one_per_line(_suspects(path))]
+        return [*faults, *(_overflow(m, ledger) for m in _one_per_line(overflowed))]
+    suspects = _one_per_line(_suspects(path))
+    return [*faults, *(Fault(_kind(m), m) for m in suspects)]
 
 
 def _suspects(path: Sequence[Measured]) -> list[Measured]:

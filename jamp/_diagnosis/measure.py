@@ -132,12 +132,14 @@ class State(NamedTuple):
         Elements that are not finite in either run are left out.
       overflowed: how many elements are not finite though they are in float32.
       wild: how many are not finite in float32.
+      alike: how many of these are the same as computed.
       lost: how much of its power (the sum of squares) elements hold that became zero.
     """
 
     error: float
     overflowed: int
     wild: int
+    alike: int
     lost: float
 
 
@@ -146,6 +148,7 @@ def state_of(pair: Pair) -> State:
     computed, shadow = _arrays(pair)
     finite, reached = np.isfinite(shadow), np.isfinite(computed)
     both = finite & reached
+    alike = ~finite & ((computed == shadow) | np.isnan(computed) & np.isnan(shadow))
     computed, shadow = computed[both], shadow[both]
     # Squares of large and small numbers are none of float32's.
     unit = _magnitude(shadow) or _magnitude(computed) or 1.0
@@ -156,6 +159,7 @@ def state_of(pair: Pair) -> State:
         error=math.sqrt(error / power) if power else float(error > 0),
         overflowed=int(np.count_nonzero(finite & ~reached)),
         wild=int(np.count_nonzero(~finite)),
+        alike=int(np.count_nonzero(alike)),
         lost=lost / power if power else 0.0,
     )
 

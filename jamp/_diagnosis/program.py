@@ -11,11 +11,20 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxprs_in_params
 from jax.extend.source_info_util import current_name_stack
+from jax.ref import AbstractRef
 
 from jamp import _nnx, _origin, _regions, _trace
 from jamp._diagnosis.measure import Pair, State, state_of
+from jamp._diagnosis.paths import (
+    Path,
+    Places,
+    argument_of,
+    find_paths,
+    in_module,
+    label_of,
+)
 from jamp._emit import Scribe
 from jamp._errors import AutocastError, AutocastTypeError
 from jamp._regions import Options
@@ -46,17 +55,19 @@ class Subject:
       fn: the function, of arrays where the user's has modules.
       leaves: leaves of its arguments.
       tree: their structure.
+      labels: what the leaves are called.
       differentiated: which leaves the gradient is taken of.
       has_aux: whether it returns more than the loss.
-      modules: whether it returns the state of modules too.
+      places: where the modules are whose state it returns too.
     """
 
     fn: Callable[..., Any]
     leaves: list[Any]
     tree: Any
+    labels: list[str]
     differentiated: tuple[int, ...]
     has_aux: bool
-    modules: bool
+    places: Places
 
     @classmethod
     def of(
@@ -101,28 +112,22 @@ class Subject:
                 f"argnums is {argnums}, and there are {free} positional arguments"
             )
         chosen = tuple(held + number % free for number in chosen)
-        # A call without modules is as it was.
-        modules = call.args is not args
-        if modules:
-            chosen = (1,)
+        paths, places = find_paths(args, kwargs, call)
         differentiated = tuple(
             slot
-            for slot, argument in enumerate(_arguments(call.args))
-            if argument in chosen and _is_floating(leaves[slot])
+            for slot, path in enumerate(paths)
+            if argument_of(path) in chosen and _is_floating(leaves[slot])
         )
-        return cls(call.fn, leaves, tree, differentiated, has_aux, modules)
+        labels = list(map(label_of, paths))
+        return cls(call.fn, leaves, tree, labels, differentiated, has_aux, places)
 
-    def label(self, slot: int) -> str:
-        """What a leaf of the arguments is called."""
-        filled = jax.tree.unflatten(self.tree, range(len(self.leaves)))
-        paths = {leaf: path for path, leaf in jax.tree.leaves_with_path(filled)}
-        return jax.tree_util.keystr(paths[slot][1:])
-
-
-def _arguments(args: tuple[Any, ...]) -> list[int]:
-    """For each leaf of the arguments, which of them it belongs to."""
-    counts = [len(jax.tree.leaves(argument)) for argument in args]
-    return [number for number, count in enumerate(counts) for _ in range(count)]
+    def not_finite(self) -> list[str]:
+        """The arguments that hold what is not finite."""
+        return [
+            label
+            for label, leaf in zip(self.labels, self.leaves, strict=True)
+            if _is_floating(leaf) and not jax.numpy.isfinite(leaf).all()
+        ]
 
 
 def _is_floating(leaf: Any) -> bool:
@@ -158,13 +163,21 @@ def make_program(subject: Subject, settings: Settings) -> Program:
     def call(leaves: list[Any]) -> Any:
         args, kwargs = jax.tree.unflatten(subject.tree, leaves)
         traced = _trace.trace(subject.fn, settings.options, args, kwargs)
+        _check_refs(traced.program)
         marked = _in_regions(traced.program, settings)
         arrays = [leaves[slot] for slot in slots]
         return traced.rebuild(_trace.run(marked, arrays, settings.options, Scribe()))
 
+    def in_state(path: Path) -> str:
+        return f"state of {label_of(in_module(path, subject.places or {}))}"
+
     def results(*arrays: Any) -> list[Any]:
         leaves = _filled(subject.leaves, slots, arrays)
-        return _labelled(call(leaves), "result", labels)
+        result, state = _parted(call(leaves), subject)
+        return [
+            *_labelled(result, _called("result"), labels),
+            *_labelled(state, in_state, labels),
+        ]
 
     def gradients(*arrays: Any) -> list[Any]:
         leaves, scale = _filled(subject.leaves, slots, arrays[:-1]), arrays[-1]
@@ -175,13 +188,16 @@ def make_program(subject: Subject, settings: Settings) -> Program:
             )
 
         parameters = [leaves[slot] for slot in subject.differentiated]
-        loss, pullback, aux = jax.vjp(loss_of, parameters, has_aux=True)
+        loss, pullback, (aux, state) = jax.vjp(loss_of, parameters, has_aux=True)
         found = pullback(scale.astype(loss.dtype))[0]
-        named = [
-            f"gradient of {subject.label(slot)}" for slot in subject.differentiated
+        flat = [
+            *_labelled(loss, _called("loss"), labels),
+            *_labelled(aux, _called("aux"), labels),
+            *_labelled(state, in_state, labels),
         ]
-        flat = [*_labelled(loss, "loss", labels), *_labelled(aux, "aux", labels)]
-        labels.extend(named)
+        labels.extend(
+            f"gradient of {subject.labels[i]}" for i in subject.differentiated
+        )
         return [*flat, *found]
 
     arrays = [subject.leaves[slot] for slot in slots]
@@ -197,6 +213,15 @@ def make_program(subject: Subject, settings: Settings) -> Program:
     return Program(closed, arrays, labels, len(subject.differentiated))
 
 
+def _check_refs(program: Any) -> None:
+    """Raises where a traced program changes arrays in place."""
+    if _holds_refs(program):
+        raise AutocastTypeError(
+            "diagnose cannot follow mutable arrays (jax.new_ref): it runs all "
+            "operations twice; give it a function without them"
+        )
+
+
 def _filled(
     leaves: Sequence[Any], slots: Sequence[int], arrays: Sequence[Any]
 ) -> list[Any]:
@@ -206,10 +231,17 @@ def _filled(
     return filled
 
 
-def _labelled(result: Any, name: str, labels: list[str]) -> list[Any]:
+def _called(name: str) -> Callable[[Path], str]:
+    """What the parts of a result of this name are called."""
+    return lambda path: name + jax.tree_util.keystr(path)
+
+
+def _labelled(
+    result: Any, name_of: Callable[[Path], str], labels: list[str]
+) -> list[Any]:
     """The arrays of a result; their names are added to the labels."""
     found = [
-        (f"{name}{jax.tree_util.keystr(path)}", leaf)
+        (name_of(path), leaf)
         for path, leaf in jax.tree.leaves_with_path(result)
         if _trace.is_array(leaf)
     ]
@@ -217,17 +249,46 @@ def _labelled(result: Any, name: str, labels: list[str]) -> list[Any]:
     return [leaf for _, leaf in found]
 
 
+def _parted(result: Any, subject: Subject) -> tuple[Any, Any]:
+    """What the user's function returns, and the state of modules."""
+    return (result, ()) if subject.places is None else result
+
+
 def _split(result: Any, subject: Subject) -> tuple[Any, Any]:
     """The loss, and what else a function returns."""
-    result, state = result if subject.modules else (result, ())
+    result, state = _parted(result, subject)
+    if subject.has_aux and not (isinstance(result, (tuple, list)) and len(result) == 2):
+        raise AutocastTypeError(
+            "diagnose(fn, has_aux=True) needs a function that returns a pair of the "
+            f"loss and something else, got {_described(result)}"
+        )
     loss, aux = result if subject.has_aux else (result, ())
     if not (_is_floating(loss) and loss.ndim == 0):
         raise AutocastError(
             "diagnose(fn, loss_scale=...) needs a function that returns a scalar loss "
-            f"(with has_aux=True, first of a pair), got {type(loss).__name__}"
-            + (f" of shape {loss.shape}" if _trace.is_array(loss) else "")
+            f"(with has_aux=True, first of a pair), got {_described(loss)}"
         )
     return loss, (aux, state)
+
+
+def _described(value: Any) -> str:
+    if not _trace.is_array(value):
+        return type(value).__name__
+    return f"an array of shape {value.shape} and dtype {value.dtype}"
+
+
+def _holds_refs(program: Any) -> bool:
+    """Whether a program reads or writes mutable arrays; kernels may, inside."""
+    jaxpr = getattr(program, "jaxpr", program)
+    atoms = [*jaxpr.invars, *jaxpr.constvars]
+    for eqn in jaxpr.eqns:
+        atoms += eqn.outvars
+    return any(isinstance(atom.aval, AbstractRef) for atom in atoms) or any(
+        _holds_refs(inner)
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name != "pallas_call"
+        for inner in jaxprs_in_params(eqn.params)
+    )
 
 
 def _in_regions(program: Any, settings: Settings) -> Any:

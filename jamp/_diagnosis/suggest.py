@@ -68,13 +68,29 @@ def changes_for(fault: Fault, examination: Examination) -> list[Change]:
     """Small changes that may cure a fault, in the order in which to try them."""
     rules = _rules(fault, examination)
     small = [rule for rule, share in rules if share <= BROAD]
-    return [*_scales(fault, examination), *small, *_regions(fault)]
+    places = [rule for rule in small if rule.kind != "primitive"]
+    primitives = [rule for rule in small if rule.kind == "primitive"]
+    regions = list(_regions(fault))
+
+    def reaches_further(rule: Change) -> bool:
+        covered = [m.site for m in examination.measured if rule.covers(m.site)]
+        return not all(any(r.covers(site) for r in regions) for site in covered)
+
+    # A rule for a primitive that reaches beyond the line comes after the region.
+    return [
+        *_scales(fault, examination),
+        *places,
+        *sorted([*primitives, *regions], key=reaches_further),
+    ]
 
 
-def last_resorts(fault: Fault, examination: Examination) -> list[Change]:
+def last_resorts(examination: Examination) -> list[Change]:
     """Changes that undo much of what autocast is for, or bring another dtype."""
-    found = [rule for rule, share in _rules(fault, examination) if share > BROAD]
-    if examination.settings.options.dtype == FLOAT16:
+    first, options = examination.faults[0], examination.settings.options
+    found = [rule for rule, share in _rules(first, examination) if share > BROAD]
+    # What is too coarse in float16 is more so in bfloat16.
+    kinds = {fault.kind for fault in examination.faults}
+    if options.dtype == FLOAT16 and "precision" not in kinds:
         reason = "bfloat16 has the range of float32, and fewer digits than float16"
         found.append(Change("dtype", BFLOAT16, reason, lambda site: True))
     return found
@@ -95,7 +111,7 @@ def _rules(fault: Fault, examination: Examination) -> list[tuple[Change, float]]
         return max(shares, default=0.0)
 
     places = [*_functions(site, examination.settings), *_scopes(site)]
-    rules = [*sorted(places, key=share), *_primitives(site, narrowing)]
+    rules = [*sorted(places, key=share), *_primitives(site, narrowing, matmuls)]
     return [(rule, share(rule)) for rule in rules]
 
 
@@ -105,7 +121,8 @@ def _scales(fault: Fault, examination: Examination) -> Iterator[Change]:
         return
     low, high = window
     middle = 2.0 ** round((math.log2(low) + math.log2(high)) / 2)
-    scale = min(middle, high / HEADROOM)
+    # Below 1 it would no longer be one that keeps small gradients.
+    scale = high / HEADROOM if middle < 1 else min(middle, high / HEADROOM)
     if scale != examination.settings.loss_scale:
         reason = f"loss scales from {low:g} to {high:g} keep gradients in range"
         yield Change("loss_scale", scale, reason, lambda site: site.scaled)
@@ -174,7 +191,9 @@ def _scopes(site: Site) -> Iterator[Change]:
         yield Change("scope", "/".join(path), reason, covers)
 
 
-def _primitives(site: Site, others: Sequence[Site]) -> Iterator[Change]:
+def _primitives(
+    site: Site, others: Sequence[Site], matmuls: Sequence[Site]
+) -> Iterator[Change]:
     """Primitives of the line; a cast that autocast inserted is one of its operation."""
     names = dict.fromkeys(
         other.eqn.primitive.name
@@ -187,7 +206,13 @@ def _primitives(site: Site, others: Sequence[Site]) -> Iterator[Change]:
         def covers(other: Site, name: str = name) -> bool:
             return other.eqn.primitive.name == name
 
-        yield Change("primitive", name, f"computes every {name} in float32", covers)
+        reason = f"computes every {name} in float32"
+        if matmuls and all(map(covers, matmuls)):
+            reason += (
+                "; that leaves no matmul in 16 bits, so that a change of "
+                f"{site.location or 'the program'} may be better"
+            )
+        yield Change("primitive", name, reason, covers)
 
 
 def _regions(fault: Fault) -> Iterator[Change]:

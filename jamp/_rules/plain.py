@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.extend.core import JaxprEqn, jaxprs_in_params
 
 from jamp import _dtypes
@@ -126,8 +125,7 @@ def _bind_changed(
     """Binds with parameters that fit the new dtypes of the operands."""
     if eqn.primitive.name in SCATTERS:
         return [scatter(eqn, arrays)]
-    preferred = eqn.params.get("preferred_element_type")
-    if preferred is not None and _dtypes.eligible(np.dtype(preferred)):
+    if eqn.primitive.name in MATMULS:
         params = product_params(eqn, _dtypes.widest(dtypes[:2]), region.device_type)
         return bind(eqn, arrays, **params)
     return bind(eqn, arrays)

@@ -1,0 +1,63 @@
+"""What the leaves of a call are called, whose modules may be held as arrays."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+
+from jamp import _nnx
+
+Path = tuple[Any, ...]
+
+# For each module its path; None in a call without modules.
+Places = Mapping[int, Path] | None
+# What the first key of a path stands for.
+_ROOTS = ("args", "kwargs")
+# In a state, the last key leads into a variable.
+_VALUE = jax.tree_util.GetAttrKey("value")
+
+
+def find_paths(
+    args: Any, kwargs: Any, call: _nnx.Prepared
+) -> tuple[list[Path], Places]:
+    """For each leaf of a prepared call, where the user has it; and where modules are.
+
+    A path begins with a root and a key.
+    """
+    packed = call.args is not args
+    is_module = partial(_nnx.is_node, sys.modules["flax.nnx"]) if packed else None
+    given = jax.tree.leaves_with_path((args, kwargs), is_leaf=is_module)
+    paths: list[Path] = [(_ROOTS[path[0].idx], *path[1:]) for path, _ in given]
+    if not packed:
+        return paths, None
+    _, state, held = call.args
+    # Where a module was, its number is held.
+    places = {
+        slot.index: path
+        for path, (_, leaf), slot in zip(paths, given, held, strict=True)
+        if slot is not leaf
+    }
+    inside = [in_module(path, places) for path, _ in jax.tree.leaves_with_path(state)]
+    return [*inside, *paths], places
+
+
+def in_module(path: Path, places: Mapping[int, Path]) -> Path:
+    """The user's path of an array of the modules' state."""
+    # One that is no argument is what the function is, is bound to or closes over.
+    place = places.get(path[0].key, ("module", path[0]))
+    return (*place, *(key for key in path[1:] if key != _VALUE))
+
+
+def argument_of(path: Path) -> int | None:
+    """Which positional argument a path leads into."""
+    return path[1].idx if path[0] == "args" else None
+
+
+def label_of(path: Path) -> str:
+    """A path as the user writes it."""
+    root, keys = path[0], path[1:]
+    return f"{root}{jax.tree_util.keystr(keys)}"

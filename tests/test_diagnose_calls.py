@@ -1,0 +1,106 @@
+"""`jamp.diagnose` on calls with modules, mutable arrays, and JAX's own NaN checks."""
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jamp
+
+X = np.linspace(0.1, 3, 64, dtype=np.float32).reshape(8, 8)
+EYE = np.eye(8, dtype=np.float32)
+
+
+def diagnose(fn, **options):
+    return jamp.diagnose(fn, device_type="gpu", progress=False, **options)
+
+
+def gradients(diagnosis):
+    return [label for label in diagnosis.errors if label.startswith("gradient of ")]
+
+
+class Network(nnx.Module):
+    def __init__(self):
+        self.linear = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        self.norm = nnx.BatchNorm(8, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.norm(self.linear(x))
+
+
+def weighted(w, network, x):
+    return jnp.mean(network(x) * w)
+
+
+LINEAR = [f"gradient of args[1]['linear']['{name}']" for name in ("bias", "kernel")]
+
+
+def test_beside_a_module_the_gradient_is_of_argnums():
+    args = (EYE, Network(), X)
+    found = diagnose(weighted, loss_scale=1.0)(*args)
+    assert gradients(found) == ["gradient of args[0]"]
+    found = diagnose(weighted, loss_scale=1.0, argnums=1)(*args)
+    assert set(LINEAR) < set(gradients(found))
+    assert all(label.startswith("gradient of args[1]") for label in gradients(found))
+    found = diagnose(weighted, loss_scale=1.0, argnums=(0, 1))(*args)
+    assert {*LINEAR, "gradient of args[0]"} < set(gradients(found))
+
+
+def test_what_is_updated_is_named_as_part_of_its_module():
+    network = Network()
+    found = diagnose(lambda w, network, x: network(x) @ w)(EYE, network, X)
+    assert "result" in found.errors
+    assert "state of args[1]['norm']['mean']" in found.errors
+
+
+def test_beside_random_numbers_alone_the_gradient_is_of_argnums():
+    def loss_fn(w, rngs):
+        return jnp.mean(w @ rngs.normal((8, 8)))
+
+    found = diagnose(loss_fn, loss_scale=1.0)(EYE, nnx.Rngs(0))
+    assert gradients(found) == ["gradient of args[0]"]
+
+
+def test_the_gradient_of_a_method_is_of_its_argument():
+    found = diagnose(lambda x: jnp.mean(network(x) ** 2), loss_scale=1.0)
+    network = Network()
+    assert gradients(found(X)) == ["gradient of args[0]"]
+
+
+@pytest.mark.parametrize("check", [jax.debug_nans, jax.debug_infs])
+def test_jax_may_be_asked_to_stop_at_what_is_not_finite(check):
+    def fn(x):
+        h = 1000 * (x @ EYE)
+        return jnp.mean(h * h - h * h)
+
+    with check(True):
+        diagnosis = diagnose(fn)(X)
+    assert diagnosis.findings[0].kind == "overflow"
+
+
+def passed(x, ref):
+    ref[...] = x
+    return jnp.mean(ref[...])
+
+
+def made_inside(x, ref):
+    own = jax.new_ref(x)
+    own[...] = own[...] @ EYE
+    return jnp.mean(own[...])
+
+
+def made_inside_a_jit(x, ref):
+    return jax.jit(made_inside)(x, None)
+
+
+@pytest.mark.parametrize("fn", [passed, made_inside, made_inside_a_jit])
+@pytest.mark.parametrize("loss_scale", [None, 1.0])
+def test_mutable_arrays_are_refused(fn, loss_scale):
+    with pytest.raises(jamp.AutocastTypeError, match="mutable arrays"):
+        diagnose(fn, loss_scale=loss_scale)(X, jax.new_ref(X))
+
+
+def test_has_aux_takes_a_pair():
+    with pytest.raises(jamp.AutocastTypeError, match=r"pair.*got an array of shape"):
+        diagnose(lambda x: jnp.mean(x @ EYE), loss_scale=1.0, has_aux=True)(X)

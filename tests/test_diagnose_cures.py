@@ -1,0 +1,143 @@
+"""What `jamp.diagnose` suggests can be pasted, and does what it says."""
+
+import jax.numpy as jnp
+import numpy as np
+
+import jamp
+
+X = np.linspace(1, 300, 64, dtype=np.float32).reshape(8, 8)
+EYE = np.eye(8, dtype=np.float32)
+
+
+def diagnose(fn, **options):
+    return jamp.diagnose(fn, device_type="gpu", progress=False, **options)
+
+
+def pasted(code, namespace):
+    """The policy that a suggestion's code makes in the user's module."""
+    namespace = {**namespace, "jamp": jamp}
+    exec(code, namespace)
+    return namespace["policy"]
+
+
+SCRIPT = """
+import jax.numpy as jnp
+
+class Model:
+    def scores(self, q):
+        return q * q
+
+    def __call__(self, x, w):
+        return jnp.mean(self.scores(x @ w))
+"""
+
+
+def test_the_rule_for_a_method_in_a_script_can_be_pasted():
+    script = {"__name__": "__main__"}
+    exec(compile(SCRIPT, "script.py", "exec"), script)
+    model = script["Model"]()
+    (suggestion,) = diagnose(lambda x: model(x, EYE))(X).suggestions
+    assert "[Model.scores]" in suggestion.code
+    policy = pasted(suggestion.code, script)
+    cured = jamp.autocast(model, device_type="gpu", policy=policy)(X, EYE)
+    np.testing.assert_allclose(cured, model(X, EYE), rtol=0.01)
+
+
+def square(x):
+    return x * x
+
+
+def test_a_name_that_a_policy_finds_is_quoted():
+    def fn(x):
+        return jnp.mean(square(x @ EYE))
+
+    (suggestion,) = diagnose(fn)(X).suggestions
+    assert f'"{square.__module__}.square"' in suggestion.code
+    policy = pasted(suggestion.code, {})
+    cured = jamp.autocast(fn, device_type="gpu", policy=policy)(X)
+    np.testing.assert_allclose(cured, fn(X), rtol=0.01)
+
+
+def test_bfloat16_is_no_cure_for_too_few_digits():
+    def fn(x):
+        return x.astype(jnp.float16).astype(jnp.float32) - 1000.0
+
+    rng = np.random.default_rng(0)
+    diagnosis = diagnose(fn)(np.float32(1000 + 3 * rng.standard_normal(256)))
+    assert {finding.kind for finding in diagnosis.findings} == {"precision"}
+    (suggestion,) = diagnosis.suggestions
+    assert not suggestion.cured
+    assert "bfloat16" not in suggestion.code
+
+
+def test_an_infinity_that_is_meant_does_not_hide_a_fault():
+    def fn(w, x):
+        seen = jnp.tril(jnp.ones((8, 8), bool))
+        return jnp.mean(square(x @ w)), jnp.where(seen, x @ w, -jnp.inf)
+
+    diagnosis = diagnose(fn, loss_scale=1.0, has_aux=True)(EYE, X)
+    (finding,) = diagnosis.findings
+    assert (finding.kind, finding.operation) == ("overflow", "mul")
+    assert diagnosis.suggestions[0].cured
+    assert "square" in diagnosis.suggestions[0].code
+
+
+def test_a_gradient_that_is_not_finite_in_float32_is_told_beside_an_overflow():
+    def fn(w, bias):
+        return jnp.mean(square(w @ (300 * EYE))) + jnp.sum(jnp.sqrt(bias))
+
+    diagnosis = diagnose(fn, loss_scale=1.0, argnums=(0, 1))(X, np.zeros(3, "f"))
+    assert {finding.kind for finding in diagnosis.findings} == {"float32", "overflow"}
+
+
+def test_a_gradient_beyond_the_histogram_has_no_scale_window():
+    def fn(w):
+        return jnp.mean(w @ EYE)
+
+    assert diagnose(fn, loss_scale=1.0)(X).scale_window
+    assert diagnose(fn, loss_scale=2.0**-70)(X).scale_window is None
+    assert diagnose(fn, loss_scale=2.0**80)(X).scale_window is None
+
+
+def test_the_loss_scale_suggested_is_not_below_one_without_need():
+    def fn(w, x):
+        return 1e4 * jnp.mean((x @ w).astype(jnp.float32))
+
+    diagnosis = diagnose(fn, loss_scale=2.0**20)(EYE, X / 300)
+    low, high = diagnosis.scale_window
+    assert low * high < 1 <= high / 4
+    assert diagnosis.suggestions[0].loss_scale == high / 4
+
+
+def test_a_loss_scale_that_does_not_fit_is_told():
+    def fn(w, x):
+        return 1e-7 * jnp.mean((x @ w).astype(jnp.float32) ** 2)
+
+    rng = np.random.default_rng(0)
+    w, x = rng.standard_normal((2, 32, 32)).astype(np.float32)
+    diagnosis = diagnose(fn, loss_scale=64.0)(w, x)
+    low, _ = diagnosis.scale_window
+    assert diagnosis.healthy
+    assert low > 64
+    assert f"healthy, but loss scale 64 is below those that fit ({low:g} to " in str(
+        diagnosis
+    )
+
+
+def test_a_rule_for_every_matmul_says_that_none_is_left():
+    diagnosis = diagnose(lambda x: jnp.mean(x @ (1000 * EYE)))(X)
+    (suggestion,) = diagnosis.suggestions
+    assert '"dot_general"' in suggestion.code
+    assert "leaves no matmul in 16 bits" in suggestion.reason
+
+
+def test_a_region_around_the_line_goes_before_a_rule_that_reaches_further():
+    def fn(x):
+        h = x @ EYE
+        a, b, c = h * 0.5, h * 0.25, h * 0.125
+        d = jnp.tanh((a * b / 300).astype(jnp.float32))
+        return jnp.mean(h * h) + jnp.mean(c) + jnp.mean(d)
+
+    diagnosis = diagnose(fn)(X)
+    (suggestion,) = diagnosis.suggestions
+    assert suggestion.code.startswith("with jamp.autocast(enabled=False):")

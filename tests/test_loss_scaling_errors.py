@@ -1,0 +1,103 @@
+"""What goes wrong in loss scaling says what, as soon as it can be told."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from scaler_reference import state_of
+
+import jamp
+from jamp import ScalerError, ScalerTypeError
+
+W = jnp.array([1.0, 2.0])
+
+
+def whole(w):
+    return jnp.sum(w).astype(jnp.int32)
+
+
+NOT_REAL = {
+    "int32": whole,
+    "bool": lambda w: jnp.all(w > 0),
+    "complex64": lambda w: jnp.sum(w) * 1j,
+}
+
+
+@pytest.mark.parametrize("transform", [lambda fn: fn, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("dtype", NOT_REAL)
+def test_a_loss_that_is_not_real_is_refused_as_jax_refuses_it(dtype, transform):
+    loss = NOT_REAL[dtype]
+    with pytest.raises(TypeError, match=f"real-valued .*{dtype}"):
+        jax.value_and_grad(loss)(W)
+    message = f"grad requires a real-valued loss, got {dtype}"
+    with pytest.raises(ScalerTypeError, match=message):
+        transform(jamp.value_and_grad(loss))(state_of(8.0), W)
+    with_aux = jamp.value_and_grad(lambda w: (loss(w), w), has_aux=True)
+    with pytest.raises(ScalerTypeError, match=message):
+        transform(with_aux)(state_of(8.0), W)
+
+
+def test_a_python_int_is_no_real_loss_and_a_python_float_is_one():
+    with pytest.raises(ScalerTypeError, match="real-valued loss, got int32"):
+        jamp.value_and_grad(lambda w: 3)(state_of(8.0), W)
+    value, grads = jamp.value_and_grad(lambda w: 3.0)(state_of(8.0), W)
+    assert value == 3.0
+    np.testing.assert_array_equal(grads, [0.0, 0.0])
+
+
+def test_a_holomorphic_loss_is_complex():
+    z = jnp.array(1.0 + 2.0j)
+    fn = jamp.value_and_grad(lambda z: z**2, holomorphic=True)
+    value, grad = fn(state_of(8.0), z)
+    np.testing.assert_allclose(value, z**2, rtol=1e-6)
+    np.testing.assert_allclose(grad, 8 * 2 * z, rtol=1e-6)
+    with pytest.raises(ScalerTypeError, match="got int32"):
+        jamp.value_and_grad(lambda z: 3, holomorphic=True)(state_of(8.0), z)
+
+
+def test_a_loss_that_is_a_tuple_asks_for_has_aux():
+    with pytest.raises(ScalerTypeError, match="returned a tuple; pass has_aux=True"):
+        jamp.value_and_grad(lambda w: (jnp.sum(w), w))(state_of(8.0), W)
+
+
+@pytest.mark.parametrize(
+    ("result", "kind"), [(jnp.sum, "Array|Tracer"), (lambda w: (w[0], w, w), "tuple")]
+)
+def test_has_aux_needs_a_pair(result, kind):
+    with pytest.raises(ScalerTypeError, match=f"a pair .* got .*({kind})"):
+        jamp.value_and_grad(result, has_aux=True)(state_of(8.0), W)
+
+
+def test_the_state_left_out_is_asked_for():
+    fn = jamp.value_and_grad(lambda w, x: jnp.sum(w * x))
+    with pytest.raises(ScalerError, match=r"no loss scale .* first argument is opt_s"):
+        fn(W, W)
+    with pytest.raises(ScalerError) as error:
+        jamp.loss_scale(W)
+    assert "first argument" not in str(error.value)
+
+
+@pytest.mark.parametrize("scaler", [2.0**10, {"init_scale": 8.0}])
+def test_a_scaler_of_another_type_is_refused_at_once(scaler):
+    message = f"scaler must be a jamp.GradScaler, got {type(scaler).__name__}"
+    with pytest.raises(ScalerTypeError, match=message):
+        jamp.dynamic_loss_scaling(optax.sgd(0.1), scaler)
+
+
+@pytest.mark.parametrize("inner", [1e-3, optax.sgd, jamp.GradScaler()])
+def test_what_is_no_optimizer_is_refused_at_once(inner):
+    message = f"inner must be an optax optimizer, got {type(inner).__name__}"
+    with pytest.raises(ScalerTypeError, match=message):
+        jamp.dynamic_loss_scaling(inner)
+
+
+def test_a_single_float16_array_has_no_path():
+    half = W.astype(jnp.float16)
+    tx = jamp.dynamic_loss_scaling(optax.sgd(0.1))
+    with pytest.raises(ScalerError, match=r"^the parameters are float16: keep"):
+        tx.init(half)
+    with pytest.raises(ScalerError, match=r"^the parameters at \['a'\]\['b'\] are flo"):
+        tx.init({"a": {"b": half}})
+    with pytest.raises(ScalerError, match="FP16 gradients: the gradients are float16"):
+        jamp.GradScaler().unscale(state_of(8.0), half)
