@@ -39,8 +39,8 @@ def warn_if_slow(dtype: DType) -> None:
         what = "16-bit products" if dtype == FLOAT16 else "bfloat16"
         warnings.warn(
             f"this processor has no instructions for {what} (AVX512-BF16 or AMX): "
-            "autocast saves no time on it, and may take twice as long as float32. "
-            "jamp.autocast(fn, enabled=False) runs fn as written",
+            "autocast saves no time on it. jamp.autocast(fn, enabled=False) runs fn as "
+            "written",
             JampWarning,
             stacklevel=_users_level(),
         )
