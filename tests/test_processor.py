@@ -37,7 +37,8 @@ def test_processors_are_told_by_their_flags(cpu_info, multiplies):
 def choose_processor(monkeypatch, tmp_path):
     caches = (_processor.multiplies_bfloat16, _processor.warn_if_slow)
 
-    def choose(cpu_info):
+    def choose(cpu_info, devices=1):
+        monkeypatch.setattr(jax, "device_count", lambda: devices)
         file = tmp_path / "cpuinfo"
         file.write_text(cpu_info, encoding="utf-8")
         monkeypatch.setattr(_processor, "_CPU_INFO", file)
@@ -110,6 +111,11 @@ def test_16_bit_matrices_are_multiplied_in_float32_where_that_is_faster(
     assert products(product, X, X) == [(low, low, low, precision)]
     loss = jax.value_and_grad(lambda x, y: jnp.sum(product(x, y)), argnums=(0, 1))
     assert products(loss, X, X) == [(low, low, low, precision)] * 3
+
+
+def test_several_devices_are_spared_float32_copies_of_what_they_share(choose_processor):
+    choose_processor(OLD, devices=2)
+    assert products(jamp.autocast(jnp.matmul), X, X) == [("bfloat16",) * 3 + (None,)]
 
 
 @pytest.mark.parametrize(

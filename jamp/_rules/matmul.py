@@ -48,6 +48,8 @@ def product_params(eqn: JaxprEqn, dtype: DType, device_type: str) -> dict[str, A
         dtype in _dtypes.LOW_DTYPES
         and device_type == "cpu" == jax.default_backend()
         and multiplies_bfloat16() is False
+        # XLA would send float32 copies of sharded operands from device to device.
+        and jax.device_count() == 1
     )
     if slow and eqn.primitive.name == "dot_general":
         # 16-bit operands and results, multiplied and summed in float32: the same
