@@ -86,7 +86,8 @@ def _add_explain(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         "explain",
         help="what autocast does with a function, and why",
         description="Prints what autocast does with a function: what runs in which "
-        "dtype, and why. The function is traced, not run.",
+        "dtype, and why. The function is traced, not run; the file that it "
+        "stands in is run, as by import.",
     )
     _add_target(explain)
     explain.add_argument(
@@ -134,12 +135,14 @@ def _add_diagnose(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 
 def _add_target(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "function", help="module:function, as in train:loss_fn, or file.py:function"
+        "function",
+        help="module:function, as in train:loss_fn, or file.py:function; the module "
+        "is imported, which runs the file",
     )
     command.add_argument(
         "inputs",
-        help="a Python file that sets args, a tuple of the function's arguments, and "
-        "kwargs, a dict, if wanted",
+        help="a Python file, run too, that sets args, a tuple of the function's "
+        "arguments, and kwargs, a dict, if wanted",
     )
     command.add_argument(
         "--device-type", help="gpu, cpu or tpu; by default the device that there is"
@@ -195,7 +198,21 @@ def _explain(chosen: argparse.Namespace) -> tuple[list[str], int]:
     if chosen.html is not None:
         report.save_html(chosen.html)
     _save_json(chosen.json, report)
-    return [report.text(chosen.group)], 0
+    return [_shown(report, chosen.group)], 0
+
+
+def _shown(report: Report, group: str) -> str:
+    """The report as text; at a terminal in colour and its width, if there is rich."""
+    if group == "function" and sys.stdout.isatty():
+        try:
+            from rich.console import Console
+        except ImportError:
+            return report.text(group)
+        console = Console()
+        with console.capture() as captured:
+            console.print(report)
+        return captured.get().rstrip("\n")
+    return report.text(group)
 
 
 def _diagnose(chosen: argparse.Namespace) -> tuple[list[str], int]:

@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ def load_function(target: str) -> Callable[..., Any]:
             f"{target!r} does not name a function: write module:function, as in "
             "train:loss_fn, or file.py:function"
         )
-    names = _run_file(module) if module.endswith(".py") else _import(module)
+    names = _load_file(module) if module.endswith(".py") else _import(module)
     if name not in names:
         raise TargetError(f"{module} has no {name!r}")
     found = names[name]
@@ -52,7 +53,7 @@ def load_inputs(file: str) -> Inputs:
     Raises:
       TargetError: there is no such file, running it failed, or it sets no `args`.
     """
-    names = _run_file(file)
+    names = _load_file(file)
     args, kwargs = names.get("args"), names.get("kwargs", {})
     if not isinstance(args, (tuple, list)) or not isinstance(kwargs, Mapping):
         raise TargetError(
@@ -92,11 +93,19 @@ def _import(module: str) -> Mapping[str, Any]:
         return vars(importlib.import_module(module))
 
 
-def _run_file(file: str) -> Mapping[str, Any]:
-    path = Path(file)
+def _load_file(file: str) -> Mapping[str, Any]:
+    """The names of a file, which is run once also if another one imports it."""
+    folder = Path(file).parent.resolve()
+    path = folder / Path(file).name
     if not path.is_file():
         raise TargetError(f"there is no file {file}")
     # It may import what stands beside it, as a script may.
-    sys.path.insert(0, str(path.parent.resolve()))
+    sys.path.insert(0, str(folder))
     with users_code(f"running {file}"):
-        return runpy.run_path(str(path))
+        found = PathFinder.find_spec(path.stem, [str(folder)])
+        loaded = sys.modules.get(path.stem)
+        origin = loaded.__spec__ if loaded else found
+        if origin is None or origin.origin != str(path):
+            # Another module has its name, or it has none that can be imported.
+            return runpy.run_path(str(path))
+        return vars(importlib.import_module(path.stem))

@@ -1,6 +1,7 @@
 """`python -m jamp`: what it prints, and its exit codes."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -103,7 +104,8 @@ def project(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield tmp_path
-    sys.modules.pop("train", None)
+    for name in ("train", "inputs"):
+        sys.modules.pop(name, None)
 
 
 @pytest.mark.parametrize("target", ["train:loss_fn", "train.py:loss_fn"])
@@ -122,6 +124,36 @@ def test_explain_writes_a_page_and_data(project):
     data = json.loads(Path("report.json").read_text(encoding="utf-8"))
     report = jamp.explain(lambda w, x: x @ w)(jnp.ones((4, 2)), jnp.ones((3, 4)))
     assert data.keys() == report.to_dict().keys()
+
+
+def test_a_file_that_the_inputs_import_runs_once(project, capsys):
+    (project / "train.py").write_text(TRAINING + "print('runs')\n", encoding="utf-8")
+    inputs = "import train\n" + INPUTS
+    (project / "inputs.py").write_text(inputs, encoding="utf-8")
+    assert main(["explain", "train.py:loss_fn", "inputs.py"]) == 0
+    assert capsys.readouterr().out.count("runs") == 1
+
+
+@pytest.mark.parametrize("name", ["json.py", "train.v2.py"])
+def test_a_file_may_have_a_name_that_cannot_be_imported(name, project, capsys):
+    (project / name).write_text(TRAINING, encoding="utf-8")
+    assert main(["explain", f"{name}:loss_fn", "inputs.py"]) == 0
+    assert f"{name}:5" in capsys.readouterr().out
+    assert sys.modules["json"] is json
+
+
+def test_a_terminal_gets_colours_within_its_width(project, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("TERM", "xterm")
+    assert main(["explain", "train.py:loss_fn", "inputs.py"]) == 0
+    shown = capsys.readouterr().out
+    assert "\x1b[" in shown
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", shown)
+    assert max(map(len, plain.splitlines())) <= 60
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert main(["explain", "train.py:loss_fn", "inputs.py"]) == 0
+    assert "\x1b[" not in capsys.readouterr().out
 
 
 def test_inputs_may_name_arguments(project, capsys):

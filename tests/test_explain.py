@@ -1,6 +1,8 @@
 """Reports: the numbers and the text that jamp.explain gives."""
 
 import inspect
+import re
+from itertools import pairwise
 from pathlib import Path
 
 import flax.linen as nn
@@ -83,6 +85,40 @@ def test_the_header_names_device_dtype_and_policy(report, variables):
     assert other(variables, X).header == "autocast on cpu to float16, policy cpu"
 
 
+UNDER_AUTOCAST = jamp.autocast(
+    lambda x: x @ x.swapaxes(-1, -2), device_type="gpu", output_dtype=jnp.float32
+)
+
+
+@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit, jax.vmap])
+def test_a_function_under_autocast_is_explained_with_its_own_options(wrap):
+    report = jamp.explain(wrap(UNDER_AUTOCAST))(jnp.ones((3, 2, 8)))
+    assert report.header == "autocast on gpu to float16, policy gpu"
+    assert report.options.dtype == jnp.float16
+    assert report.regions == ()
+
+
+def test_the_header_names_the_options_of_regions_that_have_others():
+    def step(x):
+        with jamp.autocast(enabled=False):
+            x = jnp.sin(x)
+        return 2 * UNDER_AUTOCAST(x)
+
+    inside = "in regions: on gpu to float16, policy gpu"
+    report = jamp.explain(step, device_type="cpu")(X)
+    assert report.header == f"autocast on cpu to bfloat16, policy cpu; {inside}"
+    (region,) = report.to_dict()["regions"]
+    assert region == {
+        "device_type": "gpu",
+        "dtype": "float16",
+        "policy": "gpu",
+        "enabled": True,
+    }
+    given = jamp.explain(UNDER_AUTOCAST, device_type="tpu")(X)
+    assert given.header == f"autocast on tpu to bfloat16, policy tpu; {inside}"
+    assert "regions" not in jamp.explain(step, device_type="gpu")(X).header
+
+
 def test_functions_are_named_with_their_rule_scope_and_line(report):
     rows = {text.split()[0]: text for text in str(report).splitlines() if text}
     norm = rows["flax.linen.LayerNorm"]
@@ -131,6 +167,7 @@ def test_by_equation_there_is_a_line_for_each_record(report):
     text = report.text("equation")
     head = text.splitlines().index("") + 2
     assert len(text.splitlines()) - head == len(report.records)
+    assert "2 f32->f16" in text
     assert "rsqrt" in text
     assert "rsqrt" not in report.text("function")
     assert report.text() == str(report)
@@ -227,6 +264,68 @@ def test_a_function_returns_what_leaves_it(fn, name, returns):
     (line,) = (line for line in lines if line.startswith(name))
     start = head.index("returns")
     assert line[start:].split()[0] == returns
+
+
+def cells(report):
+    """The lines of a report's table, by the names of its columns."""
+    head, *lines = report.text().partition("\n\n")[2].splitlines()
+    starts = [match.start() for match in re.finditer(r"(?<!\S)\S+( in)?", head)]
+    bounds = list(pairwise([*starts, None]))
+    table = [[text[slice(*bound)].strip() for bound in bounds] for text in lines]
+    names = [head[slice(*bound)].strip() for bound in bounds]
+    return [dict(zip(names, row, strict=True)) for row in table]
+
+
+@pytest.mark.parametrize(
+    ("fn", "name", "returns"),
+    [
+        (lambda w, x: ((x @ w) * 2.0, x * 2.0), "mul x2", "f16+f32"),
+        (lambda w, x: (x * 2.0, (x @ w) * 2.0), "mul x2", "f32+f16"),
+        (
+            lambda w, x: (jax.nn.gelu(x @ w), jax.nn.gelu(x)),
+            "jax.nn.gelu",
+            "f16+f32",
+        ),
+        (lambda w, x: jax.nn.gelu(jax.nn.gelu(x) @ w), "jax.nn.gelu", "f32+f16"),
+    ],
+)
+def test_a_line_of_several_equations_or_calls_returns_what_each_does(fn, name, returns):
+    report = jamp.explain(fn, device_type="gpu")(jnp.ones((4, 4)), jnp.ones((4, 4)))
+    (row,) = (row for row in cells(report) if row["operation"] == name)
+    assert row["returns"] == returns
+
+
+def test_a_call_for_which_nothing_was_decided_is_a_record_but_no_line():
+    report = jamp.explain(lambda x: jax.nn.relu(x @ x.T), device_type="gpu")(X)
+    assert [row["operation"] for row in cells(report)] == [
+        "transpose",
+        "dot_general",
+        "max",
+    ]
+    primitives = [op["primitive"] for op in report.to_dict()["operations"]]
+    assert primitives == [record.primitive for record in report.records]
+    assert {"jit", "custom_jvp_call"} & set(primitives)
+    assert report.text("equation").count("custom_jvp_call") == primitives.count(
+        "custom_jvp_call"
+    )
+
+
+def test_a_call_that_casts_has_a_line():
+    def fn(x):
+        return jax.lax.cond(x[0, 0] > 0, lambda: x @ x, lambda: jnp.exp(x))
+
+    report = jamp.explain(fn, device_type="gpu")(jnp.ones((4, 4)))
+    (row,) = (row for row in cells(report) if row["operation"] == "cond")
+    assert row["casts"] == "1"
+
+
+def test_a_reason_names_the_policy_only_where_it_is_not_the_reports():
+    def fn(x):
+        return jnp.exp(UNDER_AUTOCAST(x))
+
+    rows = {r["operation"]: r for r in cells(jamp.explain(fn, device_type="cpu")(X))}
+    assert rows["dot_general"]["why"] == "lower: dot_general in gpu"
+    assert rows["exp"]["why"] == "internal_float32"
 
 
 def test_an_option_that_autocast_does_not_take_is_an_error():

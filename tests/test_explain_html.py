@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import pytest
 
 import jamp
+from jamp._report.rows import amount, rows
 
 X = jnp.ones((2, 8))
 VOID = {"meta", "input", "br", "link", "img", "hr"}
+FOLDING = {"expand", "collapse"}
 CHROMIUM = shutil.which("chromium")
 
 
@@ -55,7 +57,7 @@ class Network(nn.Module):
     def __call__(self, x):
         for _ in range(3):
             x = Block()(x)
-        return jnp.exp(x)
+        return jnp.exp(nn.relu(x))
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +89,7 @@ def test_the_page_is_whole_and_says_what_the_report_says(page, report):
         "flax.linen.LayerNorm",
         "float32: flax.linen.LayerNorm in gpu",
         "Block_2",
-        "return jnp.exp(x)",
+        "return jnp.exp(nn.relu(x))",
     ):
         assert part in page.text
 
@@ -114,6 +116,46 @@ def test_each_module_folds_and_each_row_can_be_filtered(page, report):
     assert {(n["data-rule"], n["data-dtype"]) for n in norms} == {("float32", "f32")}
     dense = [row for row in rows if row["data-path"].endswith("Dense_0")]
     assert {(d["data-rule"], d["data-dtype"]) for d in dense} == {("lower", "f16")}
+
+
+def test_modules_count_the_operations_of_their_rows(page, report):
+    def shown(module):
+        return sum(len(row.operations) for row in rows(module.own)) + sum(
+            map(shown, module.children)
+        )
+
+    assert shown(report.modules) < len(report.records)
+    assert f"apply {shown(report.modules)} operations" in page.text
+    block = report.modules.children[0].children[0]
+    assert f"{block.name} {shown(block)} operations" in page.text
+    assert "custom_jvp_call" in {record.primitive for record in report.records}
+    assert "custom_jvp_call" not in page.text
+
+
+def test_what_is_drawn_has_words_for_screen_readers(page, report):
+    for bar in page.of_class("bar"):
+        assert bar["role"] == "img"
+        assert bar["aria-label"]
+    first, *_ = page.of_class("bar")
+    assert first["aria-label"] == "f16: 100.0%"
+    buttons = [a["aria-label"] for tag, a in page.elements if a.get("id") in FOLDING]
+    assert buttons == ["Open all modules", "Close all modules"]
+    groups = [a["aria-label"] for _, a in page.elements if a.get("role") == "group"]
+    assert groups == ["Filter by dtype", "Filter by rule"]
+    assert [a for _, a in page.elements if a.get("role") == "status"]
+    product = amount(report.flops)
+    assert f"FLOPs {product}16 bits 100.0%" in page.text
+
+
+def test_a_part_that_cannot_be_seen_is_not_drawn():
+    def fn(x):
+        return jnp.argmax(x), x @ x
+
+    report = jamp.explain(fn, device_type="gpu")(jnp.ones((300, 300)))
+    assert report.result_bytes["int32"] == 4
+    labels = [a["aria-label"] for a in Parsed(report.to_html()).of_class("bar")]
+    assert any("float16" in label for label in labels)
+    assert not any("int32" in label for label in labels)
 
 
 def test_what_needs_attention_is_marked():
@@ -174,13 +216,15 @@ def in_browser(report, script, tmp_path):
     """The text that a script, run after the page's own, leaves in its title."""
     path = tmp_path / "page.html"
     run = f"<script>document.title = String((() => {{ {script} }})())</script>"
-    path.write_text(report.to_html().replace("</body>", f"{run}</body>"))
+    html = report.to_html().replace("</body>", f"{run}</body>")
+    path.write_text(html, encoding="utf-8")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
     profile = f"--user-data-dir={tmp_path / 'profile'}"
     done = subprocess.run(
         [CHROMIUM, *flags, profile, path.as_uri()],
         capture_output=True,
         text=True,
+        encoding="utf-8",
         timeout=120,
         check=True,
     )

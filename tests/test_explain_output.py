@@ -10,6 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from rich.console import Console
@@ -69,6 +70,21 @@ def test_matmuls_kept_wide_are_told_with_their_share(report):
     assert "1 of 6 matmuls" in sentence
     assert f"({last / report.flops:.1%} of their FLOPs)" in sentence
     assert sentence.endswith("precision asked for in the program")
+
+
+@pytest.mark.parametrize(
+    ("x", "reason"),
+    [
+        (np.ones((2, 2)), "float64 is not cast"),
+        (np.ones((2, 2), complex), "complex128 is not cast"),
+        (np.ones((2, 2), np.int32), "int32 is not cast"),
+    ],
+)
+def test_matmuls_of_dtypes_that_are_never_cast_are_told_as_such(x, reason):
+    with jax.enable_x64(True):
+        report = jamp.explain(lambda x: x @ x)(x)
+    assert report.attention == (f"NO MATMUL RUNS IN 16 BITS: {reason}",)
+    assert reason in report.text()
 
 
 def test_operations_that_nothing_knows_are_told():
@@ -166,7 +182,7 @@ def test_text_by_module_is_indented_and_names_each_line(report):
 
 
 def source_line(part):
-    lines = Path(__file__).read_text().splitlines()
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
     return next(number for number, text in enumerate(lines, 1) if part in text)
 
 
@@ -224,6 +240,32 @@ def test_data_of_symbolic_shapes_is_json():
     shapes = [cast["shape"] for op in data["operations"] for cast in op["casts"]]
     assert ["b", 8] in shapes
     assert data["figures"]["flops"] == 0  # not known
+
+
+class Attention(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for i in range(11):
+            attend = nn.MultiHeadDotProductAttention(num_heads=2, name=f"layers_{i}")
+            x = x + attend(nn.LayerNorm()(x))
+        labels = jnp.zeros(x.shape[:-1], int)
+        return optax.softmax_cross_entropy_with_integer_labels(x, labels)
+
+
+@pytest.fixture(scope="module")
+def deep():
+    x = jnp.ones((1, 3, 8))
+    variables = jax.eval_shape(Attention().init, jax.random.key(0), x)
+    return jamp.explain(Attention().apply, device_type="gpu")(variables, x)
+
+
+@pytest.mark.parametrize("group", ["function", "module"])
+def test_text_about_a_deep_model_fits_a_hundred_columns(deep, group):
+    text = deep.text(group)
+    longer = len(HERE) - len("gpt.py")
+    assert max(map(len, text.splitlines())) <= 100 + longer
+    for part in ("layers_10", "query", "DenseGeneral", "softmax_", "ger_labels"):
+        assert part in text
 
 
 @pytest.mark.parametrize("width", [50, 80, 140])

@@ -75,7 +75,7 @@ def notices(program: Counted, unused: tuple[PolicyEntry, ...]) -> Iterator[str]:
     """
     matmuls = program.matmuls
     wide = [op for op in matmuls if not op.record.low]
-    reasons = ", ".join(sorted({op.record.ruling.source for op in wide}))
+    reasons = ", ".join(sorted({op.reason for op in wide}))
     if wide and len(wide) == len(matmuls):
         yield f"NO MATMUL RUNS IN 16 BITS: {reasons}"
     unknown = Counter(op.record.primitive for op in program.operations if op.unknown)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from jamp._regions import Options
 from jamp._report.operations import Counted, Module, Operation
 from jamp._report.residuals import bytes_by_dtype
 
@@ -14,14 +15,12 @@ if TYPE_CHECKING:
 
 def to_dict(report: Report) -> dict[str, Any]:
     """The report as dicts, lists, strings and numbers; see `Report.to_dict`."""
-    options, kept = report.options, report.residuals
+    kept = report.residuals
     unknown = Counter(record.primitive for record in report.unknown)
     return {
         "function": report.name,
-        "device_type": options.device_type,
-        "dtype": options.dtype.name,
-        "policy": options.policy.name,
-        "enabled": options.enabled,
+        **_options(report.options),
+        "regions": [_options(options) for options in report.regions],
         "attention": list(report.attention),
         "unknown": dict(sorted(unknown.items())),
         "unused_entries": [
@@ -32,6 +31,15 @@ def to_dict(report: Report) -> dict[str, Any]:
         and {name: bytes_by_dtype(found) for name, found in kept._asdict().items()},
         "modules": _module(report.modules),
         "operations": [_operation(op) for op in report.operations],
+    }
+
+
+def _options(options: Options) -> dict[str, Any]:
+    return {
+        "device_type": options.device_type,
+        "dtype": options.dtype.name,
+        "policy": options.policy.name,
+        "enabled": options.enabled,
     }
 
 

@@ -109,12 +109,16 @@ def _bar(amounts: Mapping[str, float], whole: float = 0) -> str:
       whole: what the length of the bar stands for; at least their sum.
     """
     whole = max(whole, sum(amounts.values())) or 1
+    widths = {name: f"{part / whole:.2%}" for name, part in amounts.items()}
+    seen = {name: width for name, width in widths.items() if width != "0.00%"}
+    words = {name: f"{escape(name)}: {share(amounts[name] / whole)}" for name in seen}
     parts = "".join(
-        f'<i class="{_colour(short(name))}" style="width: {part / whole:.2%}" '
-        f'title="{escape(name)}: {part / whole:.1%}"></i>'
-        for name, part in amounts.items()
+        f'<i class="{_colour(short(name))}" style="width: {width}" '
+        f'title="{words[name]}"></i>'
+        for name, width in seen.items()
     )
-    return f'<div class="bar">{parts}</div>'
+    label = ", ".join(words.values()) or "nothing"
+    return f'<div class="bar" role="img" aria-label="{label}">{parts}</div>'
 
 
 def _buttons(kind: str, values: Iterable[str]) -> str:
@@ -135,11 +139,12 @@ def _all_rows(module: Module) -> Iterator[Row]:
 
 def _tree(module: Module, path: tuple[str, ...]) -> Iterator[str]:
     """A module and all that stands in it, line by line."""
+    number = sum(op.decided for op in module.operations)
     state = " open" if len(path) < _OPEN_DEPTH else ""
     yield (
         f'<details{state} style="--depth: {len(path)}"><summary class="line">'
         f'<span class="title">{escape(module.name)} '
-        f'<span class="count">{len(module.operations)}</span></span>'
+        f'<span class="count">{number} operation{"s" * (number != 1)}</span></span>'
         f"<span>{_bar(module.result_bytes)}</span>{_figures(module)}</summary>"
     )
     for child in module.children:
@@ -166,7 +171,9 @@ def _row(row: Row, path: tuple[str, ...]) -> str:
 def _figures(counted: Counted) -> str:
     labels = ("FLOPs", "16 bits", "results", "casts")
     return "".join(
-        f'<span data-label="{label}">{value}</span>' if value else "<span></span>"
+        f'<span><span class="label">{label} </span>{value}</span>'
+        if value
+        else "<span></span>"
         for label, value in zip(labels, figures(counted), strict=True)
     )
 

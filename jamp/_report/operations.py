@@ -7,12 +7,15 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, jaxprs_in_params
 
 from jamp import _dtypes
 from jamp._origin import Location, location
+from jamp._policy import Rule
 from jamp._records import MATMULS, Entry, Record
+from jamp._regions import Options, Scope
 from jamp._rules import STRUCTURAL
 
 _LOW = frozenset(dtype.name for dtype in _dtypes.LOW_DTYPES)
@@ -48,9 +51,26 @@ class Operation:
         return self.record.primitive in MATMULS
 
     @property
+    def decided(self) -> bool:
+        """Whether anything was: not of a call that casts nothing and is not listed."""
+        record = self.record
+        call = record.primitive in STRUCTURAL and not record.casts
+        return not call or record.ruling.function is not None
+
+    @property
     def unknown(self) -> bool:
         """Whether it ran as traced because the policy does not know it."""
         return "is unknown to" in self.record.ruling.source
+
+    @property
+    def reason(self) -> str:
+        """Where its rule comes from, or why the rule changes nothing."""
+        ruling = self.record.ruling
+        if ruling.rule is Rule.LOWER and self.matmul:
+            for dtype in self.record.operands[:2]:
+                if not _dtypes.eligible(dtype):
+                    return f"{dtype} is not cast"
+        return ruling.source
 
     @property
     def flops(self) -> float:
@@ -186,6 +206,24 @@ def operations(
             known = caller is None or location(entry.eqn) is not None
             outer = entry.eqn if known else caller
             yield from operations(entry.entries, outer, times * _repeats(entry.eqn))
+
+
+def regions(program: Any, scope: Scope) -> Iterator[Options]:
+    """The options in force for each operation of a traced program but conversions.
+
+    A conversion of the user's is as written under any options.
+
+    Args:
+      program: the program.
+      scope: what it stands in.
+    """
+    for eqn in program.eqns:
+        inside, name = scope.enter(eqn.source_info.name_stack), eqn.primitive.name
+        if name in STRUCTURAL:
+            for inner in jaxprs_in_params(eqn.params):
+                yield from regions(inner, inside)
+        elif name != "convert_element_type" and inside.region:
+            yield inside.region
 
 
 def _repeats(eqn: JaxprEqn) -> int:

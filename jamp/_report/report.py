@@ -15,10 +15,10 @@ from jax.extend.core import jaxpr_as_fun
 from jamp import _nnx, _regions, _trace
 from jamp._emit import Scribe
 from jamp._records import Record
-from jamp._regions import Options
+from jamp._regions import Options, Scope
 from jamp._report import data, html, text
 from jamp._report.attention import PolicyEntry, notices, unused_entries
-from jamp._report.operations import Counted, Module, module_of, operations
+from jamp._report.operations import Counted, Module, module_of, operations, regions
 from jamp._report.residuals import Residuals, residuals_of_call
 
 if TYPE_CHECKING:
@@ -37,22 +37,20 @@ class Report(Counted):
     Attributes:
       name: the function's name.
       options: the options of autocast, with the defaults filled in.
+      regions: those of the enabled regions inside that have others.
       residuals: what the backward pass keeps, if `explain` was asked for it.
     """
 
     name: str
     options: Options
+    regions: tuple[Options, ...] = ()
     residuals: Residuals | None = None
 
     @property
     def header(self) -> str:
-        """A line on the device type, dtype and policy."""
-        options = self.options
-        state = "" if options.enabled else ", disabled"
-        return (
-            f"autocast on {options.device_type} to {options.dtype.name}{state}, "
-            f"policy {options.policy.name}"
-        )
+        """A line on the device type, dtype and policy, and on those of regions."""
+        found = dict.fromkeys(map(_words, (self.options, *self.regions)))
+        return f"autocast {'; in regions: '.join(found)}"
 
     @property
     def records(self) -> tuple[Record, ...]:
@@ -88,7 +86,8 @@ class Report(Counted):
         Args:
           group: `'function'` for one line per listed function, module path and user
             line; `'equation'` for one line per equation; `'module'` for the tree of
-            modules with their figures.
+            modules with their figures. The first and the last leave out calls for which
+            nothing was decided. Long names are cut.
 
         Raises:
           ValueError: another `group`.
@@ -104,16 +103,17 @@ class Report(Counted):
 
         Returns:
           A dict with the keys `function`, `device_type`, `dtype`, `policy` and
-          `enabled`; `attention`, a list of sentences; `unknown`, the number of
-          equations by primitive; `unused_entries`, each with `kind`, `name`, `rule` and
-          `added`; `figures`: `equations`, `matmuls`, `low_matmuls`, `flops`,
-          `low_flop_share`, `result_bytes` by dtype, `low_byte_share`, `casts` and
-          `cast_bytes`; `residual_bytes`, by dtype under `autocast` and `as_written`, or
-          None; `modules`, a tree of `name`, `figures` and `modules`; and `operations`,
-          one dict per equation: `primitive`, `function`, `rule`, `source`, `scope`,
-          `file`, `line`, dtypes of `operands` and `results`, `times` (how often it
-          runs), `flops`, `result_bytes`, `cast_bytes`, and `casts`, each `from` a dtype
-          `to` another, of a `shape`.
+          `enabled`; `regions`, each with the last four; `attention`, a
+          list of sentences; `unknown`, the number of equations by primitive;
+          `unused_entries`, each with `kind`, `name`, `rule` and `added`; `figures`:
+          `equations`, `matmuls`, `low_matmuls`, `flops`, `low_flop_share`,
+          `result_bytes` by dtype, `low_byte_share`, `casts` and `cast_bytes`;
+          `residual_bytes`, by dtype under `autocast` and `as_written`, or None;
+          `modules`, a tree of `name`, `figures` and `modules`; and `operations`, one
+          dict per equation: `primitive`, `function`, `rule`, `source`, `scope`, `file`,
+          `line`, dtypes of `operands` and `results`, `times` (how often it runs),
+          `flops`, `result_bytes`, `cast_bytes`, and `casts`, each `from` a dtype `to`
+          another, of a `shape`.
         """
         return data.to_dict(self)
 
@@ -148,7 +148,9 @@ def explain(
     """Explains what `jamp.autocast` does with a function.
 
     Args:
-      fn: the function, as given to `jamp.autocast`.
+      fn: the function, as given to `jamp.autocast`. If it is under autocast itself, its
+        options hold where none are given. If part of it is, as of a training step,
+        `enabled=False` leaves the rest as written.
       residuals: whether to count too what the forward pass keeps for the backward pass
         if the floating results are differentiated with respect to the first argument
         that holds floating arrays. It takes two more traces.
@@ -167,6 +169,9 @@ def explain(
         options = _regions.make_named_options(autocast_options)
         call = _nnx.prepare(fn, args, kwargs)
         traced = _trace.trace(call.fn, options, call.args, call.kwargs)
+        inside = dict.fromkeys(regions(traced.program, Scope((), options)))
+        if not autocast_options and len(inside) == 1:
+            (options,) = inside
         # The arrays of each argument, in the order of the leaves of (args, kwargs).
         arguments = [*call.args, *(call.kwargs[name] for name in sorted(call.kwargs))]
         arrays = [[*filter(_trace.is_array, jax.tree.leaves(a))] for a in arguments]
@@ -183,6 +188,16 @@ def explain(
                 as_written=residuals_of_call(jaxpr_as_fun(traced.program), arrays),
             )
         name = getattr(fn, "__name__", type(fn).__name__)
-        return Report(tuple(operations(scribe.entries)), name, options, kept)
+        others = tuple(o for o in inside if o.enabled and o != options)
+        found = tuple(operations(scribe.entries))
+        return Report(found, name, options, others, kept)
 
     return explained
+
+
+def _words(options: Options) -> str:
+    state = "" if options.enabled else ", disabled"
+    return (
+        f"on {options.device_type} to {options.dtype.name}{state}, "
+        f"policy {options.policy.name}"
+    )

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from jamp._report.operations import Module
 from jamp._report.rows import Row, rows
-from jamp._report.text import figures, summary
+from jamp._report.text import figures, summary, why
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -53,7 +53,12 @@ def _operations(report: Report) -> Table:
     """A line for each function and user line."""
     table = _table("operation", "dtypes", "why", "where")
     for row in rows(report.operations):
-        table.add_row(Text(row.name), _dtypes(row), Text(row.why), Text(row.where))
+        table.add_row(
+            Text(row.name),
+            _dtypes(row),
+            Text(why(row, report, row.entry)),
+            Text(row.where),
+        )
     return table
 
 

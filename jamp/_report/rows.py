@@ -13,7 +13,11 @@ from jamp import _dtypes
 from jamp._policy import Rule
 from jamp._report.operations import Counted, Operation
 
+_EXACT = ("bool", "int", "uint")
 _SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "float64": "f64"}
+
+# How wide a name may be, a path of modules, and at least the last of them.
+_NAME, _PATH, _LAST = 20, 20, 7
 
 
 @dataclass(frozen=True)
@@ -26,12 +30,28 @@ class Row(Counted):
         return self.operations[0]
 
     @property
+    def function(self) -> str | None:
+        """The listed function, if it is one."""
+        function = self.first.record.ruling.function
+        return function.name if function else None
+
+    @property
+    def entry(self) -> str:
+        """The listed function or the primitive."""
+        return self.function or self.primitive
+
+    @property
     def name(self) -> str:
         """The listed function, or the primitive and how many equations of it."""
-        function, count = self.first.record.ruling.function, len(self.operations)
-        if function:
-            return function.name
-        return self.primitive if count == 1 else f"{self.primitive} x{count}"
+        count = 1 if self.function else len(self.operations)
+        return self.entry if count == 1 else f"{self.entry} x{count}"
+
+    @property
+    def brief(self) -> str:
+        """The name; of a function's only the end if it is long."""
+        if self.function is None or len(self.function) <= _NAME:
+            return self.name
+        return _cut(self.function.rpartition(".")[2], _NAME)
 
     @property
     def primitive(self) -> str:
@@ -52,8 +72,18 @@ class Row(Counted):
     def results(self) -> tuple[str, ...]:
         """Short names of the dtypes of what it returns."""
         records = [op.record for op in self.operations]
-        leaving = [record.returns for record in records if record.returns]
-        return _names((leaving or [record.results for record in records])[-1])
+        if self.function is None:
+            return _names(d for record in records for d in record.results)
+        # What one of them hands to another does not leave the function.
+        read = {id(var) for record in records for var in record.eqn.invars}
+        leaving = _names(
+            dtype
+            for record in records
+            if record.returns
+            for var, dtype in zip(record.eqn.outvars, record.returns, strict=True)
+            if id(var) not in read
+        )
+        return leaving or _names(records[-1].results)
 
     @property
     def computes_in(self) -> str:
@@ -68,8 +98,10 @@ class Row(Counted):
     @property
     def why(self) -> str:
         """The rule and where it comes from."""
-        source = self.first.record.ruling.source
-        return source if self.rule is Rule.AS_TRACED else f"{self.rule.value}: {source}"
+        reason, ruling = self.first.reason, self.first.record.ruling
+        if ruling.rule is Rule.AS_TRACED or reason != ruling.source:
+            return reason
+        return f"{ruling.rule.value}: {reason}"
 
     @property
     def place(self) -> str:
@@ -80,8 +112,8 @@ class Row(Counted):
     @property
     def where(self) -> str:
         """Modules, file name and line."""
-        scope = "/".join(self.first.record.scope)
-        return " ".join(part for part in (scope, self.place) if part) or "-"
+        path = _path(self.first.record.scope)
+        return " ".join(part for part in (path, self.place) if part) or "-"
 
     @property
     def code(self) -> str:
@@ -101,12 +133,17 @@ class Row(Counted):
 
 
 def rows(operations: Iterable[Operation]) -> list[Row]:
-    """One row for the operations of one function at one place, in program order."""
+    """One row for the operations of one function at one place, in program order.
+
+    Calls for which nothing was decided are left out; what they hold is not.
+    """
     groups: dict[Any, list[Operation]] = {}
     for op in operations:
         ruling = op.record.ruling
+        if not op.decided:
+            continue
         name = ruling.function.name if ruling.function else op.record.primitive
-        key = (name, ruling.rule, ruling.source, op.location, op.record.scope)
+        key = (name, ruling.rule, op.reason, op.location, op.record.scope)
         groups.setdefault(key, []).append(op)
     return [Row(tuple(group)) for group in groups.values()]
 
@@ -120,9 +157,31 @@ def short(dtype: str) -> str:
     return _SHORT.get(dtype, dtype)
 
 
+def _path(scope: tuple[str, ...]) -> str:
+    """A path of modules; of a long one not the outermost and little of the middle."""
+    path = "/".join(scope)
+    if len(path) <= _PATH:
+        return path
+    *outer, last = scope[1:] or scope
+    kept = list(outer)
+    while kept and len("/".join([*kept, last[:_LAST]])) > _PATH:
+        kept.pop()
+    gap = [".."] if kept != outer else []
+    head = "/".join([*kept, *gap, ""])
+    return head + _cut(last, max(_PATH - len(head), _LAST))
+
+
+def _cut(word: str, width: int) -> str:
+    """A word without its middle if it is long."""
+    if len(word) <= width:
+        return word
+    return f"{word[: width // 2 - 2]}..{word[-(width - width // 2) :]}"
+
+
 def joined(names: Iterable[str]) -> str:
-    """Names of dtypes in one word."""
-    return "+".join(names) or "-"
+    """Names of dtypes in one word, which says nothing of integers beside floats."""
+    every = list(names)
+    return "+".join([n for n in every if not n.startswith(_EXACT)] or every) or "-"
 
 
 def _names(dtypes: Iterable[Any]) -> tuple[str, ...]:

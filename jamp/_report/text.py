@@ -21,10 +21,9 @@ def text(report: Report, group: str) -> str:
     if group == "module":
         table = [MODULE_HEAD, *_modules(report.modules)]
     elif group == "function":
-        table = [HEAD, *map(cells, rows(report.operations))]
+        table = [HEAD, *(_function(row, report) for row in rows(report.operations))]
     else:
-        equations = (Row((op,)) for op in report.operations)
-        table = [HEAD, *((row.primitive, *cells(row)[1:]) for row in equations)]
+        table = [HEAD, *(_equation(Row((op,)), report) for op in report.operations)]
     head = [report.header, *report.attention, *summary(report)]
     return "\n".join([*head, "", *_aligned(table)])
 
@@ -36,7 +35,7 @@ def summary(report: Report) -> Iterator[str]:
     yield (
         f"{len(report.operations)} equations, {report.casts} casts inserted, "
         f"{low} of {len(matmuls)} matmuls and convolutions in 16 bits "
-        f"({share(report.low_flop_share)} of their FLOPs)"
+        f"({share(report.low_flop_share)} of FLOPs)"
     )
     yield (
         f"results take {size(sum(report.result_bytes.values()))}, "
@@ -53,23 +52,31 @@ def summary(report: Report) -> Iterator[str]:
         )
 
 
-def cells(row: Row) -> tuple[str, ...]:
-    """The columns of one row."""
-    return (
-        row.name,
-        joined(row.operands),
-        joined(row.results),
-        row.why,
-        row.where,
-        row.conversions,
-    )
+def why(row: Row, report: Report, name: str) -> str:
+    """Why, without the policy and the name if header and row say them already."""
+    reason = row.why.removesuffix(f" in {report.options.policy.name}")
+    return reason.removesuffix(f": {name}")
+
+
+def _function(row: Row, report: Report) -> tuple[str, ...]:
+    reason = why(row, report, row.entry)
+    return (row.brief, *_dtypes(row), reason, row.where, str(row.casts or ""))
+
+
+def _equation(row: Row, report: Report) -> tuple[str, ...]:
+    reason = why(row, report, row.primitive)
+    return (row.primitive, *_dtypes(row), reason, row.where, row.conversions)
+
+
+def _dtypes(row: Row) -> tuple[str, str]:
+    return joined(row.operands), joined(row.results)
 
 
 def _modules(module: Module, depth: int = 0) -> Iterator[tuple[str, ...]]:
     indent = "  " * depth
     yield (f"{indent}{module.name}", "", *figures(module), "")
     for row in rows(module.own):
-        name, dtype = f"{indent}  - {row.name}", joined(row.operands)
+        name, dtype = f"{indent}  - {row.brief}", joined(row.operands)
         yield (name, dtype, *figures(row), row.place)
     for child in module.children:
         yield from _modules(child, depth + 1)
