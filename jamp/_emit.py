@@ -89,8 +89,10 @@ class Emitter:
         if share and value.slot is not None and dtype.itemsize < value.dtype.itemsize:
             self.scribe.requests.add((value.slot, dtype))
         self.record.casts.append(Cast(value.dtype, dtype, value.aval.shape))
-        with _mesh_of(value):
-            array = jax.lax.convert_element_type(value.array, dtype)
+        array = value.prepared.get(dtype)
+        if array is None:
+            with _mesh_of(value):
+                array = jax.lax.convert_element_type(value.array, dtype)
         if share:
             value.casts[dtype] = array
         return array

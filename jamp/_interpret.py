@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -130,9 +131,8 @@ class Interpreter:
                     self, call.function, group, start, env, context, scope, scribe
                 )
             else:
-                forced = context.forced if user is None else user
-                inner = context._replace(scope=scope, forced=forced)
-                self.run_equation(eqn, env, inner, scribe)
+                inner = context._replace(scope=scope)
+                self.run_equation(eqn, env, inner, scribe, user)
             start += len(steps)
 
     def _occurrences(
@@ -180,11 +180,16 @@ class Interpreter:
             )
 
     def run_equation(
-        self, eqn: JaxprEqn, env: Environment, context: Context, scribe: Scribe
+        self,
+        eqn: JaxprEqn,
+        env: Environment,
+        context: Context,
+        scribe: Scribe,
+        user: Ruling | None = None,
     ) -> None:
-        """Runs one equation under the rule that holds for it."""
+        """Runs one equation under the rule that holds for it: the user's, if any."""
         operands = [env.read(var) for var in eqn.invars]
-        ruling = context.forced
+        ruling = context.forced if user is None else user
         if ruling is None:
             policy = context.region.policy
             self._check_unsafe(eqn, operands, policy)
@@ -199,7 +204,9 @@ class Interpreter:
             if not all(type(v.aval) is jax.core.ShapedArray for v in operands):
                 # It takes a reference, or another thing that cannot be traced anew.
                 run = run_as_traced
-            elif ruling.rule is not Rule.PROMOTE:
+            elif user is None and ruling.rule is not Rule.PROMOTE:
+                # What the user set holds inside by the scope, where a region that
+                # enables autocast again ends it.
                 context = context._replace(forced=ruling)
         self._callers.append(eqn)
         with source_of(eqn):
@@ -243,14 +250,13 @@ class Environment:
     def __init__(self, jaxpr: Any) -> None:
         self._values: dict[Var, Value] = {}
         self._overlay: Mapping[Var, Value] = {}
-        self._last_use: dict[Var, int] = {}
-        for index, eqn in enumerate(jaxpr.eqns):
-            for var in eqn.invars:
+        self._eqns: Sequence[JaxprEqn] = jaxpr.eqns
+        self._readers: dict[Var, list[int]] = {}
+        read = [*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars]
+        for index, variables in enumerate(read):
+            for var in variables:
                 if not isinstance(var, Literal):
-                    self._last_use[var] = index
-        for var in jaxpr.outvars:
-            if not isinstance(var, Literal):
-                self._last_use[var] = len(jaxpr.eqns)
+                    self._readers.setdefault(var, []).append(index)
 
     def read(self, var: Any) -> Value:
         """The value of a variable or literal."""
@@ -271,7 +277,14 @@ class Environment:
 
     def used_from(self, var: Any, index: int) -> bool:
         """Whether equation `index` or a later one, or the caller, reads a variable."""
-        return self._last_use.get(var, -1) >= index
+        return self._readers.get(var, [-1])[-1] >= index
+
+    def next_reader(self, var: Any, index: int) -> JaxprEqn | None:
+        """The first equation from number `index` on that reads a variable, if any."""
+        readers = self._readers.get(var, [])
+        place = bisect_left(readers, index)
+        found = readers[place] if place < len(readers) else len(self._eqns)
+        return self._eqns[found] if found < len(self._eqns) else None
 
 
 def user_ruling(scope: Scope) -> Ruling | None:

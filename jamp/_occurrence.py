@@ -70,7 +70,7 @@ def run_occurrence(
         interpreter.run_equations(eqns, start, env.overlay(lowered), inner, scribe)
         casts = enter.record.casts
     elif _FORCED[rule] is Rule.FLOAT32 and runs_in_float32(eqns):
-        casts = _run_in_float32(eqns, start, env, ruling, context, region, scribe)
+        casts = _in_float32(eqns, start, entering, env, ruling, context, region, scribe)
     else:
         casts = []
         forced = ruling._replace(rule=_FORCED[rule])
@@ -93,9 +93,10 @@ def run_occurrence(
         )
 
 
-def _run_in_float32(
+def _in_float32(
     eqns: Sequence[JaxprEqn],
     start: int,
+    entering: dict[Any, Value],
     env: Environment,
     ruling: Ruling,
     context: Context,
@@ -109,16 +110,59 @@ def _run_in_float32(
     stop = start + len(eqns)
     outvars = [var for eqn in eqns for var in eqn.outvars if env.used_from(var, stop)]
     enter = Emitter(Record(eqns[0], ruling, ()), region, scribe)
+    narrow = _narrow_results(eqns, outvars, stop, entering, env, ruling, region)
     again = recomputable(eqns) and not context.linear
     with source_of(eqns[0]):
         arrays = [
             _widened(value, enter, again) if value.eligible else value.array
             for value in map(env.read, invars)
         ]
-        results = run_segment(eqns, invars, outvars, arrays)
-    env.bind(outvars, [Value.of(array) for array in results])
+        results, narrowed = run_segment(
+            eqns, invars, outvars, arrays, narrow, region.device_type
+        )
+    values = [Value.of(array) for array in results]
+    for value, dtype, array in zip(values, narrow, narrowed, strict=True):
+        if dtype is not None:
+            value.prepared[dtype] = array
+    env.bind(outvars, values)
     scribe.entries.extend(_as_traced(eqns, ruling, context.scope))
     return enter.record.casts
+
+
+def _narrow_results(
+    eqns: Sequence[JaxprEqn],
+    outvars: Sequence[Any],
+    stop: int,
+    entering: dict[Any, Value],
+    env: Environment,
+    ruling: Ruling,
+    region: Options,
+) -> list[DType | None]:
+    """The 16-bit dtypes in which results of a float32 call will be wanted next."""
+    sources = _sources(eqns, entering)
+
+    def wanted(var: Any) -> DType | None:
+        dtype = _dtypes.dtype_of(var)
+        if not _dtypes.eligible(dtype):
+            return None
+        leaving = _leaving_dtype(
+            ruling, var, dtype, entering, sources.get(var, frozenset()), region
+        )
+        reader = env.next_reader(var, stop)
+        if leaving == FLOAT32 and reader is not None and _is_lowered(reader, region):
+            leaving = region.dtype
+        return leaving if leaving in _dtypes.LOW_DTYPES else None
+
+    return list(map(wanted, outvars))
+
+
+def _is_lowered(eqn: JaxprEqn, region: Options) -> bool:
+    name = eqn.primitive.name
+    return (
+        name in MATMULS
+        and region.policy.primitive_rules.get(name) is Rule.LOWER
+        and not explicit_precision(eqn)
+    )
 
 
 def _widened(value: Value, emitter: Emitter, again: bool) -> Any:
@@ -194,7 +238,7 @@ def _settle(
             dtype = _leaving_dtype(
                 ruling,
                 var,
-                value,
+                value.dtype,
                 entering,
                 sources.get(var, frozenset()),
                 emitter.region,
@@ -229,17 +273,17 @@ def _sources(
 def _leaving_dtype(
     ruling: Ruling,
     var: Any,
-    value: Value,
+    dtype: DType,
     entering: dict[Any, Value],
     sources: frozenset[Any],
     region: Options,
 ) -> DType:
-    """The dtype in which a value leaves a call."""
+    """The dtype in which a variable, computed in some dtype, leaves a call."""
     rule, function = ruling.rule, ruling.function
     if rule is Rule.LOWER:
         return region.dtype
     if rule not in (Rule.FLOAT32, Rule.INTERNAL_FLOAT32) or not entering:
-        return value.dtype
+        return dtype
     traced = var.aval.dtype
     came_in = {entered.aval.dtype for entered in entering}
     if (
@@ -255,7 +299,7 @@ def _leaving_dtype(
     rank = max(v.ndim for v in entering.values())
     for source in sources:
         state = entering[source]
-        same = state.ndim < rank and state.aval.shape == value.aval.shape
+        same = state.ndim < rank and state.aval.shape == var.aval.shape
         if same and state.dtype == FLOAT32:
             # Running statistics and the like are state, and keep their float32.
             return FLOAT32

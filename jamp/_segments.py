@@ -7,6 +7,7 @@ written. The result is the same equations.
 
 A segment that 16-bit arrays enter keeps those for the backward pass, which computes the
 float32 inside anew, instead of several float32 arrays: less memory, and less to read.
+What leaves it in 16 bits is cast inside of it, so that its gradient enters in 16 bits.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from jax.extend.source_info_util import current_name_stack, user_context
 
 from jamp import _dtypes
 from jamp._compat import INLINE, under_trace
-from jamp._dtypes import FLOAT32
+from jamp._dtypes import FLOAT32, DType
 from jamp._emit import bind
 
 # What costs next to nothing to compute again beside reading what it was computed from.
@@ -34,6 +35,12 @@ _CHEAP = frozenset(
     one_minus_square or pjit pow reduce_and reduce_max reduce_min reduce_or reduce_sum
     reshape round rsqrt select_n sign sin sinh slice sqrt square squeeze stop_gradient
     sub tan tanh transpose xor
+    """.split()
+)
+# What XLA does not compute again in each kernel that reads it.
+_COSTLY = frozenset(
+    """
+    cos cosh erf erfc exp exp2 expm1 log log1p logistic pow sin sinh tan tanh
     """.split()
 )
 _LIMIT = 1024
@@ -59,9 +66,14 @@ def _castable(dtype: Any) -> bool:
 
 def recomputable(eqns: Sequence[JaxprEqn]) -> bool:
     """Whether some equations are cheap enough for the backward pass to run again."""
-    return all(
-        eqn.primitive.name in _CHEAP
-        and all(recomputable(inner.eqns) for inner in jaxprs_in_params(eqn.params))
+    return not _holds(eqns, lambda name: name not in _CHEAP)
+
+
+def _holds(eqns: Sequence[JaxprEqn], test: Callable[[str], bool]) -> bool:
+    """Whether a primitive of some equations, or inside of one, passes a test."""
+    return any(
+        test(eqn.primitive.name)
+        or any(_holds(inner.eqns, test) for inner in jaxprs_in_params(eqn.params))
         for eqn in eqns
     )
 
@@ -71,7 +83,9 @@ def run_segment(
     invars: Sequence[Any],
     outvars: Sequence[Any],
     arrays: Sequence[Any],
-) -> list[Any]:
+    narrow: Sequence[DType | None],
+    device_type: str,
+) -> tuple[list[Any], list[Any]]:
     """Runs equations in the float32 that they were traced in.
 
     Args:
@@ -80,17 +94,19 @@ def run_segment(
       outvars: those of their results that are wanted.
       arrays: arrays for `invars`. If some are of 16 bits, the backward pass runs the
         equations again.
+      narrow: for each of `outvars` the dtype in which it is wanted as well, or None.
+      device_type: what the program is for.
 
     Returns:
-      Arrays for `outvars`.
+      Arrays for `outvars`, and those in the dtypes of `narrow`, or None.
     """
-    run = _runner(eqns, invars, outvars)
+    run = _narrowing(_runner(eqns, invars, outvars), narrow)
     low = [getattr(array, "dtype", None) in _dtypes.LOW_DTYPES for array in arrays]
     if any(low):
-        run = jax.checkpoint(_widening(run, low), policy=_reduces)
+        run = _recomputing(run, low, eqns, device_type)
     if not under_trace(arrays):
         return run(*arrays)
-    key = _key(eqns, invars, outvars, low)
+    key = _key(eqns, invars, outvars, (*low, *narrow, device_type))
     if key is None:
         return run(*arrays)
     if key not in _functions:
@@ -98,7 +114,8 @@ def run_segment(
         if len(_functions) > _LIMIT:
             _functions.popitem(last=False)
     _functions.move_to_end(key)
-    return list(_functions[key](*arrays))
+    wide, narrowed = _functions[key](*arrays)
+    return wide, narrowed
 
 
 def _runner(
@@ -126,29 +143,74 @@ def _reduces(primitive: Any, *operands: Any, **params: Any) -> bool:
     return str(primitive).startswith("reduce_")
 
 
-def _widening(
-    run: Callable[..., list[Any]], low: Sequence[bool]
-) -> Callable[..., list[Any]]:
-    def widen_and_run(*arrays: Any) -> list[Any]:
+def _narrowing(
+    run: Callable[..., list[Any]], narrow: Sequence[DType | None]
+) -> Callable[..., tuple[list[Any], list[Any]]]:
+    def run_and_narrow(*arrays: Any) -> tuple[list[Any], list[Any]]:
+        results = run(*arrays)
+        return results, [
+            None if dtype is None else jax.lax.convert_element_type(result, dtype)
+            for result, dtype in zip(results, narrow, strict=True)
+        ]
+
+    return run_and_narrow
+
+
+def _recomputing(
+    run: Callable[..., Any],
+    low: Sequence[bool],
+    eqns: Sequence[JaxprEqn],
+    device_type: str,
+) -> Callable[..., Any]:
+    """A segment that the backward pass runs again, from arrays some of which are low.
+
+    Barriers keep XLA from sharing it with the forward pass, and from fusing it with
+    what is around. On GPUs, unlike CPUs, it computes cheap functions again without.
+    """
+    costly = _holds(eqns, _COSTLY.__contains__)
+    sums = _holds(eqns, lambda name: name.startswith("reduce_"))
+    round_gradient = costly and not sums
+    barred = costly or device_type == "cpu"
+
+    def widened(array: Any) -> Any:
+        array = _with_rounded_gradient(array) if round_gradient else array
+        return jax.lax.convert_element_type(array, FLOAT32)
+
+    def widen_and_run(*arrays: Any) -> Any:
         return run(
             *(
-                jax.lax.convert_element_type(array, FLOAT32) if is_low else array
+                widened(array) if is_low else array
                 for array, is_low in zip(arrays, low, strict=True)
             )
         )
 
-    return widen_and_run
+    return jax.checkpoint(widen_and_run, policy=_reduces, prevent_cse=barred)
+
+
+@jax.custom_jvp
+def _with_rounded_gradient(array: Any) -> Any:
+    """The array itself; XLA has to round its gradient.
+
+    Otherwise it keeps the float32 that the gradient is rounded from for who sums it, as
+    the gradient of a bias does, and writes and reads it beside the 16 bits.
+    """
+    return array
+
+
+@_with_rounded_gradient.defjvp
+def _rounded_gradient_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    return primals[0], jax.lax.optimization_barrier(tangents[0])
 
 
 def _key(
     eqns: Sequence[JaxprEqn],
     invars: Sequence[Any],
     outvars: Sequence[Any],
-    low: Sequence[bool],
+    settings: Hashable,
 ) -> Hashable:
     """What two equal segments have in common; None if it cannot be told."""
     numbers = {var: number for number, var in enumerate(invars)}
-    parts: list[Hashable] = [tuple(var.aval for var in invars), tuple(low)]
+    parts: list[Hashable] = [tuple(var.aval for var in invars), settings]
     for eqn in eqns:
         if eqn.primitive.name.startswith("custom_"):
             return None  # its derivative rule is another object in every trace

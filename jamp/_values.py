@@ -39,10 +39,20 @@ class Value:
       eligible: whether autocast may cast it.
       traits: what else is known of it.
       casts: the array in other dtypes.
+      prepared: casts that were made with it and count once they are used.
       slot: the position among the inputs of the inner program being rewritten.
     """
 
-    __slots__ = ("array", "aval", "casts", "dtype", "eligible", "slot", "traits")
+    __slots__ = (
+        "array",
+        "aval",
+        "casts",
+        "dtype",
+        "eligible",
+        "prepared",
+        "slot",
+        "traits",
+    )
 
     def __init__(self, array: Any, aval: Any, traits: Traits, slot: int | None = None):
         self.array = array
@@ -55,6 +65,7 @@ class Value:
         )
         self.traits = traits
         self.casts: dict[DType, Any] = {}
+        self.prepared: dict[DType, Any] = {}
         self.slot = slot
 
     @classmethod

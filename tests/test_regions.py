@@ -182,6 +182,22 @@ def test_a_region_around_a_jitted_function_holds_inside_it():
     assert matmul_dtypes(traced(gpu(fn), x44)) == [(F32, F32), (F16, F16)]
 
 
+@jax.jit
+def helper_that_enables(x):
+    with jamp.autocast(dtype=jnp.bfloat16):
+        inside = x @ x
+    return inside, x @ x
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint, jax.vmap])
+def test_a_region_that_enables_inside_a_transformed_function_holds(wrap):
+    def fn(x):
+        with jamp.autocast(enabled=False):
+            return wrap(helper_that_enables)(x)
+
+    assert names(gpu(fn), jnp.ones((2, 4, 4))) == [BF16, F32]
+
+
 def test_a_jitted_helper_shared_between_regions_is_not_mixed_up():
     def fn(x):
         results = [helper(x)]

@@ -131,3 +131,42 @@ def test_a_transformer_saves_less_than_seven_tenths_of_float32(device_type):
         return program_figures.bytes_saved(found)["total"]
 
     assert total(jamp.autocast(loss, device_type=device_type)) < 0.7 * total(loss)
+
+
+# log_softmax and standardize end in a jitted function, whose caller casts the result.
+@pytest.mark.parametrize("name", ["gelu", "silu", "softmax"])
+def test_gradients_enter_and_leave_what_is_run_again_in_16_bits(name):
+    cast = jamp.autocast(loss_of(FUNCTIONS[name]), device_type="gpu")
+    program = jax.make_jaxpr(jax.grad(lambda *args: cast(*args)[0]))(*arguments())
+    dtypes = [
+        str(var.aval.dtype)
+        for eqn in program_figures.equations(program.jaxpr)
+        if eqn.params.get("differentiated")
+        for var in (*eqn.invars, *eqn.outvars)
+        if var.aval.shape == WIDE
+    ]
+    assert dtypes == ["float16"] * 3  # what came in, its gradient, that of the result
+
+
+def barriers(loss):
+    cast = jamp.autocast(loss, device_type="gpu")
+    gradient = jax.jit(jax.grad(lambda *args: cast(*args)[0]))
+    return gradient.lower(*arguments()).as_text().count("optimization_barrier")
+
+
+def test_what_is_cheap_to_run_again_stays_free_to_be_fused():
+    assert barriers(loss_of(jax.nn.standardize)) == 0
+    assert barriers(loss_of(jax.nn.softmax)) > 0
+
+
+def test_forward_mode_and_second_derivatives_go_through_what_is_run_again():
+    loss, (params, x) = loss_of(jax.nn.gelu), arguments()
+    tangents = jax.tree.map(jnp.cos, params)
+
+    def curvature(fn):
+        slope = jax.grad(lambda params: fn(params, x)[0])
+        return jax.jvp(slope, (params,), (tangents,))[1]
+
+    found = curvature(jamp.autocast(loss, device_type="gpu"))
+    for one, other in zip(found, curvature(loss), strict=True):
+        np.testing.assert_allclose(one, other, atol=32 * 2**-11 * abs(other).max())
