@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Never, ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -139,7 +140,8 @@ class autocast:
     Raises:
       AutocastError: an unknown device type, a dtype that is not 16-bit floating point,
         or an enabling region outside a function under autocast.
-      AutocastTypeError: `fn` is not callable, or an argument has the wrong type.
+      AutocastTypeError: `fn` is not callable, or a class; an argument has the wrong
+        type; or, at the call, a bound `flax.linen` module would collect variables.
     """
 
     _arguments: tuple[Any, ...]
@@ -149,7 +151,7 @@ class autocast:
     def __new__(
         cls,
         fn: Any = None,
-        *,
+        *unnamed: Never,
         device_type: str | None = None,
         dtype: Any = None,
         enabled: bool = True,
@@ -157,13 +159,20 @@ class autocast:
         policy: Any = None,
         output_dtype: Any = None,
     ) -> Any:
+        if unnamed:
+            raise AutocastTypeError(
+                "autocast takes its options by name, as in "
+                "autocast(fn, device_type='cuda')"
+            )
         self = super().__new__(cls)
         self._arguments = (device_type, dtype, enabled, cache_enabled, policy)
         self._output_dtype = output_dtype
         self._entered = threading.local()
         # Wrong arguments are reported where they were written. Defaults wait for the
         # call: a decorator must not make JAX look for its devices.
-        _regions.check_options(device_type, dtype, policy)
+        _regions.check_options(*self._arguments)
+        if output_dtype is not None:
+            _regions.check_floating("output_dtype", output_dtype)
         return self if fn is None else self(fn)
 
     def __call__(self, fn: Any) -> Any:
@@ -171,7 +180,13 @@ class autocast:
         if isinstance(fn, str):
             raise AutocastTypeError(
                 f"autocast transforms a function, got {fn!r}; device_type is a "
-                f"keyword: autocast(fn, device_type={fn!r})"
+                f"keyword: autocast(device_type={fn!r})"
+            )
+        if inspect.isclass(fn):
+            raise AutocastTypeError(
+                f"autocast transforms a function, got the class {fn.__name__}; "
+                "decorate its __call__ (flax.nnx) or wrap the function that calls "
+                "model.apply (flax.linen)"
             )
         if not callable(fn):
             raise AutocastTypeError(
@@ -211,6 +226,16 @@ class autocast:
 
     def __exit__(self, *exception: Any) -> None:
         self._entered.stacks.pop().__exit__(*exception)
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def as_written(fn: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A function that an autocast around it leaves in the dtypes it is written in."""
+    written: Callable[_P, _R] = autocast(fn, enabled=False)
+    return written
 
 
 def is_autocast_enabled(device_type: str | None = None) -> bool:

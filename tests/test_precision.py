@@ -1,0 +1,97 @@
+"""The precision of products: asked for in the program, or configured for all."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jaxprs import equations, matmul_dtypes, traced
+
+import jamp
+
+gpu = functools.partial(jamp.autocast, device_type="gpu")
+LOW_PAIR = ("float16", "float16")
+
+x44 = jnp.ones((4, 4))
+
+HIGHEST = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
+PRODUCTS = {
+    "matmul": lambda x: x @ x,
+    "einsum in a jit": jax.jit(lambda x: jnp.einsum("ij,kj->ik", x, x)),
+    "conv": lambda x: jax.lax.conv(x[None, None], x[None, None], (1, 1), "SAME"),
+    "matmul in a scan": lambda x: jax.lax.scan(lambda c, w: (c, c @ w), x, x)[1],
+}
+
+
+@pytest.fixture
+def configured(request):
+    before = jax.config.jax_default_matmul_precision
+    jax.config.update("jax_default_matmul_precision", request.param)
+    yield
+    jax.config.update("jax_default_matmul_precision", before)
+
+
+def precisions(program):
+    return [
+        e.params["precision"] for e in equations(program) if "precision" in e.params
+    ]
+
+
+@pytest.mark.parametrize(
+    "configured", ["tensorfloat32", "highest", "TF32_TF32_F32"], indirect=True
+)
+@pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS)
+@pytest.mark.usefixtures("configured")
+def test_the_configured_precision_of_float32_products_does_not_keep_them(product):
+    """In torch `set_float32_matmul_precision` leaves autocast alone too."""
+    fn = gpu(product)
+    program = traced(jax.grad(lambda x: fn(x).astype(jnp.float32).sum()), x44)
+    assert set(matmul_dtypes(program)) == {LOW_PAIR}
+    default = jax.lax.Precision.DEFAULT
+    assert set(precisions(program)) == {(default, default)}
+
+
+def test_the_precision_of_a_context_around_the_call_does_not_keep_products():
+    fn = gpu(lambda x: x @ x)
+    for call in (fn, jax.jit(fn), gpu(jax.jit(lambda x: x @ x))):
+        assert call(x44).dtype == jnp.float16
+        with jax.default_matmul_precision("highest"):
+            assert call(x44).dtype == jnp.float16
+
+
+@pytest.mark.parametrize("configured", [None, "high"], indirect=True)
+@pytest.mark.usefixtures("configured")
+def test_a_precision_asked_for_in_the_function_keeps_the_product():
+    def in_a_context(x):
+        with jax.default_matmul_precision("highest"):
+            return x @ x
+
+    for fn in (in_a_context, lambda x: jnp.matmul(x, x, precision="highest")):
+        for program in (traced(gpu(fn), x44), traced(gpu(jax.jit(fn)), x44)):
+            assert matmul_dtypes(program) == [("float32", "float32")]
+            assert precisions(program) == [HIGHEST]
+
+
+@pytest.mark.parametrize("configured", ["highest"], indirect=True)
+@pytest.mark.usefixtures("configured")
+def test_products_that_stay_float32_keep_the_configured_precision():
+    float32 = jamp.Policy.load("gpu").with_rules(float32=["dot_general"])
+
+    def fn(x):
+        with jamp.autocast(enabled=False):
+            y = x @ x
+        return y @ y.T
+
+    assert precisions(traced(jamp.autocast(fn, policy=float32), x44)) == [HIGHEST] * 2
+
+
+@pytest.mark.parametrize("configured", ["highest"], indirect=True)
+@pytest.mark.usefixtures("configured")
+def test_the_configured_precision_does_not_keep_a_lowered_function():
+    def layer(x, w):
+        return jnp.tanh(x @ w)
+
+    policy = jamp.Policy.load("gpu").with_rules(lower=[layer])
+    fn = jamp.autocast(lambda x: layer(x, x), policy=policy)
+    assert matmul_dtypes(traced(fn, x44)) == [LOW_PAIR]
+    assert fn(x44).dtype == jnp.float16
