@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 
 from jamp import _dtypes, _regions
 from jamp._autocast import autocast, is_autocast_enabled
@@ -54,7 +53,9 @@ def custom_fwd(
       AutocastError: an unknown device type.
       AutocastTypeError: `fn` is not callable, or `cast_inputs` is no floating dtype.
     """
-    dtype = None if cast_inputs is None else _floating(cast_inputs)
+    dtype = None
+    if cast_inputs is not None:
+        dtype = _regions.check_floating("cast_inputs", cast_inputs)
     if device_type is not None:
         _regions.device_kind(device_type)
     if fn is None:
@@ -110,13 +111,3 @@ def _cast(leaf: Any, dtype: _dtypes.DType) -> Any:
     if is_array(leaf) and _dtypes.eligible(leaf.dtype):
         return jax.numpy.asarray(leaf, dtype)
     return leaf
-
-
-def _floating(dtype: Any) -> _dtypes.DType:
-    try:
-        found = jax.dtypes.canonicalize_dtype(dtype)
-    except TypeError as error:
-        raise AutocastTypeError(f"cast_inputs is no dtype: {dtype!r}") from error
-    if not jax.numpy.issubdtype(found, np.floating):
-        raise AutocastTypeError(f"cast_inputs must be a floating dtype, got {found}")
-    return found

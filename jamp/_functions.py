@@ -69,6 +69,13 @@ class Function:
     def of(cls, obj: Any) -> Function:
         """The entry for a function object or class."""
         code = code_of(obj)
+        kind = type(obj)
+        named = hasattr(obj, "__name__")
+        if code is None and not named and code_of(kind) is not None:
+            raise PolicyError(
+                f"got an instance of {kind.__name__}, and a rule holds for functions "
+                f"and classes: give {kind.__name__} itself, for all its instances"
+            )
         name = f"{getattr(obj, '__module__', '?')}.{getattr(obj, '__qualname__', obj)}"
         if code is None:
             raise PolicyError(

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jamp._autocast import as_written
 from jamp._optax import DynamicLossScalingState, find_state
 
 # The squares of numbers beyond these do not all fit into float32, nor do their sums.
@@ -16,6 +17,7 @@ _LARGE, _SMALL = 2.0**40, 2.0**-40
 _FACTOR = 2.0**80
 
 
+@as_written
 def metrics(
     opt_state: Any, grads: Any = None, *, axis_name: Any = None
 ) -> dict[str, jax.Array]:

@@ -3,7 +3,8 @@
 A trace works on copies of what enters it. The modules among the arguments of a
 function, those that it closes over, and itself if it is a module, are split
 into a structure and their arrays; the arrays are traced, and what the function made of
-them is written back to the modules. flax is not imported for it: without it there are
+them is written back to the modules. Modules of flax.linen that collect variables, as a
+side effect of a trace, are refused. flax is not imported for it: without it there are
 none.
 """
 
@@ -17,6 +18,9 @@ from functools import partial
 from typing import Any
 
 import jax
+
+from jamp._errors import AutocastTypeError
+from jamp._trace import pass_for
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ def prepare(fn: Callable[..., Any], args: Any, kwargs: Any) -> Prepared:
     while isinstance(fn, partial):
         args, kwargs = (*fn.args, *args), {**fn.keywords, **kwargs}
         fn = fn.func
+    _refuse_collecting(fn, args)
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return Prepared(fn, args, kwargs, lambda result: result)
@@ -73,12 +78,31 @@ def prepare(fn: Callable[..., Any], args: Any, kwargs: Any) -> Prepared:
         result = inner(*inner_args, **inner_kwargs)
         return result, _changed(nnx, before, nnx.split(copies)[1])
 
+    pass_for(fn, call)
+
     def finish(result: Any) -> Any:
         value, state = result
         nnx.update(modules, state)
         return value
 
     return Prepared(call, (structure, state, held), {}, finish)
+
+
+def _refuse_collecting(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Raises for a bound module of flax.linen, whose variables would leak tracers."""
+    linen = sys.modules.get("flax.linen")
+    if linen is None:
+        return
+    for value in (fn, getattr(fn, "__self__", None), *args[:1]):
+        if not isinstance(value, linen.Module) or value.scope is None:
+            continue
+        # What is bound to variables that are only read may be called in a trace; and
+        # what `nn.compact` marked is not known for it any more.
+        if value.scope.mutable is not False or hasattr(fn, "compact"):
+            raise AutocastTypeError(
+                f"a bound flax.linen module ({type(value).__name__}) collects its "
+                "variables as a side effect: wrap the function that calls model.apply"
+            )
 
 
 def _arrays(nnx: Any, state: Any) -> dict[Any, list[Any]]:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from jamp import _nnx
+from jamp._autocast import as_written
 from jamp._errors import ScalerError, ScalerTypeError
 from jamp._scaler import (
     GradScaler,
@@ -126,6 +127,7 @@ class _LossScaling:
             inner_state=self.inner.init(params),
         )
 
+    @as_written
     def update(
         self,
         grads: Any,
@@ -134,6 +136,12 @@ class _LossScaling:
         **extra_args: Any,
     ) -> tuple[Any, DynamicLossScalingState]:
         """Updates and the state after them."""
+        if not isinstance(state, DynamicLossScalingState):
+            raise ScalerTypeError(
+                f"state is a {type(state).__name__}, not what tx.init returned; to go "
+                "on from a state of the inner optimizer use "
+                "tx.init(params)._replace(inner_state=state)"
+            )
         grads, found = self._unscale(state.scaler_state, grads)
         if "grad" in extra_args:
             unscaled, found_too = self._unscale(state.scaler_state, extra_args["grad"])
@@ -295,10 +303,18 @@ def _loss_in(value: Any, has_aux: bool) -> Any:
         return value
     if not (isinstance(value, tuple | list) and len(value) == 2):
         raise ScalerTypeError(
-            "with has_aux=True the loss returns a pair of the loss and something else, "
-            f"got {type(value).__name__}"
+            "with has_aux=True the loss returns a pair (loss, aux), got "
+            + _in_words(value)
         )
     return value[0]
+
+
+def _in_words(value: Any) -> str:
+    """What a value is, whatever JAX calls it while it traces."""
+    if isinstance(value, jax.Array):
+        return "one array"
+    kind = type(value).__name__
+    return f"a {kind} of {len(value)}" if isinstance(value, tuple | list) else kind
 
 
 def _check_real(loss: Any, holomorphic: bool) -> None:
@@ -332,6 +348,8 @@ def find_state(tree: Any, hint: str = "") -> Any:
             f"found {len(found)} loss scales in {type(tree).__name__}, and a loss has "
             "one: wrap the whole optimizer in jamp.dynamic_loss_scaling, not its parts"
         )
+    if isinstance(tree, dict):
+        hint += "; restore a checkpoint with tx.init(params) as its target"
     raise ScalerError(
         f"found no loss scale in {type(tree).__name__}: give it the state of an "
         f"optimizer made by jamp.dynamic_loss_scaling, or a ScalerState{hint}"

@@ -15,6 +15,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import jaxprs_in_params
 
 from jamp import _dtypes
@@ -52,12 +53,17 @@ def device_kind(device_type: Any) -> str:
     return DEVICES[device_type]
 
 
-def check_options(device_type: Any, dtype: Any, policy: Any) -> None:
+def check_options(
+    device_type: Any, dtype: Any, enabled: Any, cache_enabled: Any, policy: Any
+) -> None:
     """Checks arguments of `jamp.autocast`, without asking JAX for its devices."""
     if device_type is not None:
         device_kind(device_type)
     if dtype is not None:
         _low_dtype(dtype)
+    for name, flag in (("enabled", enabled), ("cache_enabled", cache_enabled)):
+        if not isinstance(flag, bool | np.bool_):
+            raise AutocastTypeError(f"{name} must be True or False, got {flag!r}")
     if policy is not None and not isinstance(policy, Policy):
         raise AutocastTypeError(
             "policy must be a jamp.Policy (Policy.load reads names and files), got "
@@ -73,7 +79,7 @@ def make_options(
     policy: Any = None,
 ) -> Options:
     """Fills in the defaults of `jamp.autocast`'s arguments."""
-    check_options(device_type, dtype, policy)
+    check_options(device_type, dtype, enabled, cache_enabled, policy)
     outer = current()
     if policy is None and device_type is None and outer is not None:
         policy, kind = outer.policy, outer.device_type
@@ -100,6 +106,19 @@ def check_named_options(function: str, named: Mapping[str, Any]) -> None:
         raise AutocastTypeError(
             f"{function} takes the options of jamp.autocast, not {', '.join(unknown)}"
         )
+
+
+def check_floating(name: str, dtype: Any) -> DType:
+    """The dtype that an argument names, which has to be floating."""
+    try:
+        found: DType = jax.dtypes.canonicalize_dtype(dtype)
+    except TypeError as error:
+        raise AutocastTypeError(
+            f"{name} must be a floating dtype, got {dtype!r}"
+        ) from error
+    if not jax.dtypes.issubdtype(found, np.floating):
+        raise AutocastTypeError(f"{name} must be a floating dtype, got {found}")
+    return found
 
 
 def make_named_options(named: Mapping[str, Any]) -> Options:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jamp._autocast import as_written
 from jamp._errors import ScalerError, ScalerTypeError
 from jamp.pallas_kernels import unscale_and_check
 
@@ -35,7 +36,7 @@ class ScalerState(NamedTuple):
     hysteresis_tracker: jax.Array
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class GradScaler:
     """Scales the loss, so that small gradients do not vanish in float16.
 
@@ -70,8 +71,11 @@ class GradScaler:
 
     Raises:
       ScalerError: a value out of range.
+      ScalerTypeError: a device is given, as in torch.
     """
 
+    device: InitVar[None] = None
+    _: KW_ONLY
     init_scale: float = 2.0**16
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
@@ -81,7 +85,12 @@ class GradScaler:
     max_scale: float | None = None
     hysteresis: int = 1
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, device: None) -> None:
+        if device is not None:
+            raise ScalerTypeError(
+                "a jamp.GradScaler has no device, and takes its options by name, as in "
+                f"GradScaler(init_scale=1024.0): got {device!r}"
+            )
         low, high = self.min_scale, self.max_scale
         positive = low is None or self.backoff_factor > 0
         for fine, problem in (
@@ -102,7 +111,7 @@ class GradScaler:
         """The state to begin with; a disabled scaler has a scale of 1."""
         return _state(self.init_scale if self.enabled else 1.0, 0)
 
-    def scale(self, state: ScalerState, outputs: Any) -> Any:
+    def scale(self, state: ScalerState, outputs: Any = None) -> Any:
         """Multiplies a loss, or every array of a pytree, by the scale.
 
         Args:
@@ -111,12 +120,16 @@ class GradScaler:
             any other floating array keeps its dtype, integers become float32.
 
         Raises:
-          ScalerTypeError: a leaf is no number.
+          ScalerTypeError: a leaf is no number, or the state is left out.
         """
+        if outputs is None:
+            raise ScalerTypeError("the state comes first: scaler.scale(state, loss)")
         if not self.enabled:
             return outputs
         return scaled(state.scale, outputs)
 
+    # Gradients taken under an autocast are in 16 bits, in which they would vanish.
+    @as_written
     def unscale(self, state: ScalerState, grads: Any) -> tuple[Any, jax.Array]:
         """Divides gradients by the scale, in one pass with the check for overflows.
 
@@ -140,6 +153,7 @@ class GradScaler:
         # zero: all gradients would be lost without a word.
         return unscaled, found_inf | (inverse == 0)
 
+    @as_written
     def update(
         self, state: ScalerState, found_inf: Any = None, new_scale: Any = None
     ) -> ScalerState:
@@ -169,6 +183,7 @@ class GradScaler:
             hysteresis_tracker=jnp.where(found, overflows, 0),
         )
 
+    @as_written
     def step(
         self,
         state: ScalerState,

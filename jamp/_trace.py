@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -35,6 +37,19 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
 
 
+def pass_for(fn: Callable[..., Any], stand_in: Any) -> None:
+    """Lets JAX name a function, and its line, in errors about what it traces instead.
+
+    Args:
+      fn: the function, or another thing that can be called.
+      stand_in: a function that calls it, with arguments of its own.
+    """
+    signature = inspect.signature(stand_in)
+    named = fn if hasattr(fn, "__name__") else type(fn).__call__
+    functools.update_wrapper(stand_in, named, updated=())
+    stand_in.__signature__ = signature
+
+
 def trace(fn: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> Traced:
     """Traces a function, as written, on the arrays among its arguments."""
     leaves, tree = jax.tree.flatten((args, kwargs))
@@ -53,7 +68,7 @@ def trace(fn: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> T
         out["static"] = [None if is_array(leaf) else (leaf,) for leaf in found]
         return [leaf for leaf in found if is_array(leaf)]
 
-    flat.__name__ = getattr(fn, "__name__", "fn")
+    pass_for(fn, flat)
     program = _make_jaxpr(flat, [leaves[position] for position in positions])
     static, out_tree = out["static"], out["tree"]
 

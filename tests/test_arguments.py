@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jaxprs import matmul_dtypes, traced
 from test_transforms import near
 
@@ -261,6 +262,41 @@ def test_an_error_of_the_function_comes_through_at_every_call():
         with pytest.raises(KeyError, match="not yet"):
             fn_low(X)
     near(fn_low(X), X @ X)
+
+
+class Branching:
+    def __call__(self, x):
+        return x if x.sum() > 0 else -x
+
+    def method(self, x):
+        return self(x)
+
+
+class BranchingModule(nnx.Module):
+    def __call__(self, x):
+        return x if x.sum() > 0 else -x
+
+
+def branching(x):
+    return x if x.sum() > 0 else -x
+
+
+@pytest.mark.parametrize(
+    ("fn", "code"),
+    [
+        (branching, branching),
+        (functools.partial(branching), branching),
+        (Branching(), Branching.__call__),
+        (Branching().method, Branching.method),
+        (BranchingModule(), BranchingModule.__call__),
+    ],
+    ids=["function", "partial", "object", "method", "module"],
+)
+def test_an_error_of_jax_while_tracing_names_the_users_function(fn, code):
+    with pytest.raises(jax.errors.TracerBoolConversionError) as error:
+        gpu(fn)(X)
+    line = code.__code__.co_firstlineno
+    assert f"function {code.__name__} at {__file__}:{line} " in str(error.value)
 
 
 class Layer:

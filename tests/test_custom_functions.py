@@ -145,7 +145,11 @@ def test_a_decorated_function_keeps_its_name():
     ("arguments", "error", "words"),
     [
         ({"cast_inputs": jnp.int32}, jamp.AutocastTypeError, "floating dtype"),
-        ({"cast_inputs": "halfish"}, jamp.AutocastTypeError, "no dtype"),
+        (
+            {"cast_inputs": "halfish"},
+            jamp.AutocastTypeError,
+            "floating dtype, got .halfish",
+        ),
         ({"device_type": "npu"}, jamp.AutocastError, "unknown device_type"),
         ({"device_type": 1}, jamp.AutocastTypeError, "must be a str"),
         ({"fn": 3}, jamp.AutocastTypeError, "wrap a function, got int"),

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.extend.core import ClosedJaxpr, Primitive
 from jax.extend.source_info_util import new_source_info
 from jax.interpreters import batching, mlir
@@ -120,6 +121,26 @@ ARGUMENTS = {
         "dtype must be float16 or bfloat16, got 'fp16'",
     ),
     "policy name": ({"policy": "gpu"}, jamp.AutocastTypeError, "Policy.load"),
+    "a word for enabled": (
+        {"enabled": "no"},
+        jamp.AutocastTypeError,
+        "enabled must be True or False, got 'no'",
+    ),
+    "a number for cache_enabled": (
+        {"cache_enabled": 1},
+        jamp.AutocastTypeError,
+        "cache_enabled must be True or False, got 1",
+    ),
+    "no dtype of results": (
+        {"output_dtype": "flot32"},
+        jamp.AutocastTypeError,
+        "output_dtype must be a floating dtype, got 'flot32'",
+    ),
+    "integer results": (
+        {"output_dtype": jnp.int32},
+        jamp.AutocastTypeError,
+        "output_dtype must be a floating dtype, got int32",
+    ),
 }
 
 
@@ -144,8 +165,25 @@ def test_autocast_of_what_is_no_function_raises(value):
 
 @pytest.mark.parametrize("device_type", ["gpu", "cuda", "cpu"])
 def test_a_device_type_in_the_place_of_the_function_raises(device_type):
-    with pytest.raises(jamp.AutocastTypeError, match=f"device_type='{device_type}'"):
+    message = rf"keyword: autocast\(device_type='{device_type}'\)"
+    with pytest.raises(jamp.AutocastTypeError, match=message):
         jamp.autocast(device_type)
+
+
+def test_options_are_named():
+    with pytest.raises(jamp.AutocastTypeError, match="by name, as in autocast"):
+        jamp.autocast(lambda x: x, "cuda")
+
+
+def test_a_numpy_bool_is_a_flag():
+    assert gpu(lambda x: x @ x, enabled=np.bool_(False))(x22).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("kind", [nnx.Linear, nn.Dense])
+def test_autocast_of_a_class_raises_and_says_what_to_decorate(kind):
+    message = rf"got the class {kind.__name__}; decorate its __call__ \(flax.nnx\) or "
+    with pytest.raises(jamp.AutocastTypeError, match=message):
+        jamp.autocast(dtype=jnp.bfloat16)(kind)
 
 
 def test_autocast_of_an_autocast_object_raises():

@@ -62,10 +62,15 @@ def test_a_loss_that_is_a_tuple_asks_for_has_aux():
 
 
 @pytest.mark.parametrize(
-    ("result", "kind"), [(jnp.sum, "Array|Tracer"), (lambda w: (w[0], w, w), "tuple")]
+    ("result", "what"),
+    [
+        (jnp.sum, "one array"),
+        (lambda w: (w[0], w, w), "a tuple of 3"),
+        (lambda w: {"loss": w[0]}, "dict"),
+    ],
 )
-def test_has_aux_needs_a_pair(result, kind):
-    with pytest.raises(ScalerTypeError, match=f"a pair .* got .*({kind})"):
+def test_has_aux_needs_a_pair(result, what):
+    with pytest.raises(ScalerTypeError, match=rf"a pair \(loss, aux\), got {what}"):
         jamp.value_and_grad(result, has_aux=True)(state_of(8.0), W)
 
 
@@ -76,6 +81,37 @@ def test_the_state_left_out_is_asked_for():
     with pytest.raises(ScalerError) as error:
         jamp.loss_scale(W)
     assert "first argument" not in str(error.value)
+
+
+TX = jamp.dynamic_loss_scaling(optax.adam(0.1))
+WRONG_STATES = {
+    "of the inner optimizer": lambda: optax.adam(0.1).init(W),
+    "of a scaler": lambda: state_of(8.0),
+    "a dict from a checkpoint": lambda: TX.init(W)._asdict(),
+    "parameters, swapped with it": lambda: W,
+}
+
+
+@pytest.mark.parametrize("name", WRONG_STATES)
+def test_update_refuses_a_state_that_init_did_not_return(name):
+    state = WRONG_STATES[name]()
+    kind = type(state).__name__
+    message = rf"state is a {kind}, not .* tx.init\(params\)._replace\(inner_state="
+    with pytest.raises(ScalerTypeError, match=message):
+        TX.update(W, state, W)
+
+
+def test_update_goes_on_from_a_state_of_the_inner_optimizer_as_its_error_says():
+    inner = optax.adam(0.1)
+    _, inner_state = inner.update(W, inner.init(W), W)
+    state = TX.init(W)._replace(inner_state=inner_state)
+    updates, _ = TX.update(jamp.scale_loss(W, state), state, W)
+    np.testing.assert_allclose(updates, inner.update(W, inner_state, W)[0], rtol=1e-6)
+
+
+def test_a_dict_from_a_checkpoint_has_no_scale_and_the_error_says_how_to_restore():
+    with pytest.raises(ScalerError, match=r"in dict.* with tx.init\(params\) as its"):
+        jamp.loss_scale({"scaler_state": {"scale": W[0]}, "inner_state": []})
 
 
 @pytest.mark.parametrize("scaler", [2.0**10, {"init_scale": 8.0}])

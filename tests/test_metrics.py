@@ -224,3 +224,15 @@ def test_with_an_axis_name_the_norm_is_that_of_all_shards(size):
     logged = jax.jit(sharded)(TX.init(grads), grads)
     expected = norm_in_float64(grads, 1024)
     np.testing.assert_allclose(logged["grad_norm"], expected, rtol=1e-6)
+
+
+def test_the_norm_is_computed_as_written_under_an_autocast_around_it():
+    grads = {"w": jnp.float32([3e-6, -4e-6])}
+    state = jamp.GradScaler(init_scale=2.0**4).init()
+    policy = jamp.Policy.load("gpu").with_rules(lower=["mul", "square"])
+    norm = jamp.autocast(
+        lambda grads: jamp.metrics(state, grads)["grad_norm"],
+        device_type="gpu",
+        policy=policy,
+    )
+    np.testing.assert_allclose(norm(grads), 5e-6 / 2**4, rtol=1e-6)

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax import lax
 
 import jamp
@@ -182,12 +183,14 @@ def test_a_banned_function_or_primitive_raises():
         ({"lower": [3]}, ["3"]),
         ({"lower": [jax.nn.relu, None]}, ["None"]),
         ({"lower": [len]}, ["len"]),
+        ({"lower": [nnx.Linear(2, 2, rngs=nnx.Rngs(0))]}, ["give Linear itself"]),
     ],
 )
 def test_wrong_rules_raise_and_say_what(rules, words):
     with pytest.raises(jamp.PolicyError) as error:
         GPU.with_rules(**rules)
     assert all(word in str(error.value) for word in words)
+    assert "\n" not in str(error.value)
 
 
 def test_a_scope_needs_a_pattern_and_a_known_rule():

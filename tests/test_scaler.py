@@ -12,7 +12,7 @@ import optax
 import pytest
 from scaler_reference import TINY, bits, same, state_of, traces
 
-from jamp import GradScaler, ScalerError
+from jamp import GradScaler, ScalerError, ScalerTypeError
 
 TRACES = traces()
 each_trace = pytest.mark.parametrize("trace", TRACES, ids=lambda trace: trace.name)
@@ -239,9 +239,19 @@ def test_a_value_out_of_range_is_an_error(config, problem):
         GradScaler(**config)
 
 
-def test_options_are_named():
-    with pytest.raises(TypeError):
-        GradScaler(2.0)
+@pytest.mark.parametrize("device", ["cuda", 2.0])
+def test_a_scaler_has_no_device_and_its_options_are_named(device):
+    message = f"no device, and takes its options by name, .*: got {device!r}"
+    with pytest.raises(ScalerTypeError, match=message):
+        GradScaler(device)
+    with pytest.raises(ScalerTypeError, match=message):
+        GradScaler(device=device)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_loss_is_scaled_by_a_state(enabled):
+    with pytest.raises(ScalerTypeError, match=r"scaler\.scale\(state, loss\)"):
+        GradScaler(enabled=enabled).scale(jnp.array(1.0))
 
 
 def test_a_scaler_is_a_value():

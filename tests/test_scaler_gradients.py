@@ -284,3 +284,42 @@ def test_an_ensemble_skips_where_its_own_gradients_overflow():
     assert same(row(after[1:3]), row((params, opt_state)))
     single = jax.tree.map(lambda leaf: leaf[2], arguments)
     assert same(jax.tree.map(lambda leaf: leaf[2], after), jax.jit(train_step)(*single))
+
+
+def tiny_loss(w, x):
+    """A loss whose gradients vanish in float16, unless they are scaled."""
+    return 1e-6 * jnp.mean((x @ w - x[:, :1]) ** 2)
+
+
+def step_of_tx(loss_fn, w, x):
+    tx = jamp.dynamic_loss_scaling(optax.sgd(1e3))
+    opt_state = tx.init(w)
+    _, grads = jamp.value_and_grad(loss_fn)(opt_state, w, x)
+    updates, opt_state = tx.update(grads, opt_state, w)
+    return optax.apply_updates(w, updates), jamp.loss_scale(opt_state)
+
+
+def step_of_scaler(loss_fn, w, x):
+    scaler, tx = GradScaler(growth_interval=1), optax.sgd(1e3)
+    state = scaler.init()
+    scaled = jax.grad(lambda w: scaler.scale(state, loss_fn(w, x)))(w)
+    grads, found_inf = scaler.unscale(state, scaled)
+    after, _, _ = scaler.step(state, tx, grads, found_inf, tx.init(w), w)
+    return after, scaler.update(state, found_inf).scale
+
+
+@pytest.mark.parametrize("jit", [lambda fn: fn, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("device_type", ["gpu", "cpu"])
+@pytest.mark.parametrize("step", [step_of_tx, step_of_scaler])
+def test_a_whole_step_under_autocast_is_one_with_the_loss_under_it(
+    step, device_type, jit
+):
+    wrap = functools.partial(jamp.autocast, device_type=device_type, dtype=jnp.float16)
+    w, x = jnp.linspace(0.1, 1.0, 12).reshape(4, 3), jnp.linspace(0.1, 1.0, 8)
+    x = x.reshape(2, 4)
+    whole, scale = jit(wrap(functools.partial(step, tiny_loss)))(w, x)
+    expected, scale_after = jit(functools.partial(step, wrap(tiny_loss)))(w, x)
+    assert whole.dtype == scale.dtype == jnp.float32
+    np.testing.assert_allclose(whole - w, expected - w, rtol=1e-6)
+    assert scale == scale_after
+    assert (whole != w).all()
