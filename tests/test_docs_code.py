@@ -79,7 +79,7 @@ def page(request, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     found = request.param
     if isinstance(found, str):
-        (tmp_path / "page.md").write_text(found)
+        (tmp_path / "page.md").write_text(found, "utf-8")
         found = tmp_path / "page.md"
     for block in blocks(found):
         for name in IMPORT.findall(block.text) if block.language == "python" else ():

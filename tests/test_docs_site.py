@@ -85,7 +85,8 @@ def test_a_load_from_another_server_is_found():
 
 def test_files_that_pages_link_to_are_in_the_site(site):
     name = "examples/two_models.py"
-    assert f'href="repository/{name}.txt"' in (site / "migration.html").read_text()
+    page = (site / "migration.html").read_text("utf-8")
+    assert f'href="repository/{name}.txt"' in page
     copied = site / "repository" / f"{name}.txt"
     assert copied.read_bytes() == (ROOT / name).read_bytes()
 
@@ -137,7 +138,7 @@ def rows(page):
 )
 def test_memory_on_the_first_page_is_what_was_measured(row, subject):
     results = ROOT / "benchmarks" / "results" / "gpu_programs-cpu-jax0.11.json"
-    figures = json.loads(results.read_text())["figures"]["subjects"][subject]
+    figures = json.loads(results.read_text("utf-8"))["figures"]["subjects"][subject]
     autocast, float32 = figures["autocast float16"], figures["float32"]
     expected = [
         f"{autocast[figure] / float32[figure]:.2f}"
@@ -162,5 +163,5 @@ def test_links_outside_the_site_lead_somewhere(name):
 
 def test_a_link_that_leads_nowhere_is_found(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("[a](page.md#x) [b](none.md#x) [c](https://a.b) [d](#x)")
+    page.write_text("[a](page.md#x) [b](none.md#x) [c](https://a.b) [d](#x)", "utf-8")
     assert broken_links(page) == ["none.md"]
