@@ -6,6 +6,7 @@ needs, though not how long it takes. Without a card nothing is tuned: which algo
 runs a matrix product is a guess of the compiler's.
 """
 
+import math
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -48,14 +49,49 @@ device_description_str: "NVIDIA H200"
 """
 
 
-# Instructions that are a kernel, or a copy, of their own.
-KERNELS = re.compile(r"= [^=]*? (?:fusion|custom-call|copy|copy-start|reduce)\(")
+# An instruction: its name, the shapes of its results, what it does, and its operands.
+INSTRUCTION = re.compile(
+    r"^\s*(?:ROOT )?%([\w.-]+) = (.*?) ([a-z][\w-]*)\(([^)]*)", re.M
+)
+# Those that are a kernel, or a copy, of their own.
+KERNELS = frozenset({"fusion", "custom-call", "copy", "copy-start", "reduce"})
+ARRAY = re.compile(r"\b([a-z]+\d+\w*|pred)\[([\d,]*)\]")
+
+
+def _bytes(shapes: str) -> int:
+    """Bytes of the arrays of an HLO shape, as of `(f32[2,3]{1,0}, pred[])`."""
+    return sum(
+        math.prod(map(int, filter(None, dimensions.split(","))))
+        * (1 if dtype == "pred" else int(re.findall(r"\d+", dtype)[0]) // 8)
+        for dtype, dimensions in ARRAY.findall(shapes)
+    )
+
+
+def _instructions(compiled: jax.stages.Compiled) -> list[tuple[str, str, str, str]]:
+    text = compiled.as_text()
+    return INSTRUCTION.findall(text[text.index("ENTRY") :])
 
 
 def kernels(compiled: jax.stages.Compiled) -> int:
     """How many kernels a compiled program launches outside its loops."""
-    text = compiled.as_text()
-    return len(KERNELS.findall(text[text.index("ENTRY") :]))
+    return sum(kind in KERNELS for _, _, kind, _ in _instructions(compiled))
+
+
+def bytes_moved(compiled: jax.stages.Compiled) -> int | None:
+    """The bytes that the kernels of a program read and write; None if it has loops.
+
+    Operands and results, each once for every kernel that reads or writes it: what the
+    memory sees of it if no cache helps.
+    """
+    instructions = _instructions(compiled)
+    if any(kind == "while" for _, _, kind, _ in instructions):
+        return None
+    size = {name: _bytes(shapes) for name, shapes, _, _ in instructions}
+    return sum(
+        size[name] + sum(size[read] for read in re.findall(r"%([\w.-]+)", operands))
+        for name, _, kind, operands in instructions
+        if kind in KERNELS
+    )
 
 
 def compile_for_h200(

@@ -9,7 +9,7 @@ import argparse
 from typing import Any
 
 # First, since it sets what JAX reads when it is imported.
-from deviceless import compile_for_h200, kernels  # isort: skip
+from deviceless import bytes_moved, compile_for_h200, kernels  # isort: skip
 import jax
 import jax.numpy as jnp
 import program_figures
@@ -31,7 +31,7 @@ RIVALS = {
     ),
     "autocast float16": FlaxRival(transform=jamp.autocast(device_type="gpu")),
 }
-FIGURES = ("temporary_bytes", "residual_bytes", "casts_in_hlo", "kernels")
+RATIOS = ("temporary_bytes", "residual_bytes", "bytes_moved")
 
 
 def figures(subject: str, size: str, rival: FlaxRival) -> dict[str, Any]:
@@ -43,6 +43,7 @@ def figures(subject: str, size: str, rival: FlaxRival) -> dict[str, Any]:
         "residual_bytes": program.figures["residual_bytes"]["total"],
         "casts_in_hlo": program_figures.casts_in_hlo(compiled.as_text()),
         "kernels": kernels(compiled),
+        "bytes_moved": bytes_moved(compiled),
     }
 
 
@@ -61,16 +62,20 @@ def main() -> None:
                 found = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
             rows[subject][name] = found
             jax.clear_caches()
-    table = Table("subject", "program", "memory", "residuals", "casts", "kernels")
+    table = Table(
+        "subject", "program", "memory", "residuals", "moved", "casts", "kernels"
+    )
     for subject, programs in rows.items():
         plain = programs["float32"]
         for name, found in programs.items():
             if "error" in found or "error" in plain:
-                table.add_row(subject, name, str(found.get("error", "")), "", "", "")
+                table.add_row(
+                    subject, name, str(found.get("error", "")), "", "", "", ""
+                )
                 continue
             ratios = [
                 f"{found[key] / plain[key]:.2f}" if plain[key] else "-"
-                for key in FIGURES[:2]
+                for key in RATIOS
             ]
             table.add_row(
                 subject,
