@@ -172,12 +172,36 @@ def test_an_argument_that_is_not_finite_is_named():
     (finding,) = diagnose(fn)(X, params).findings
     assert (finding.kind, finding.operation) == ("float32", "argument")
     assert "argument args[1]['w'] is not finite" in str(finding)
+    assert "unknown location" not in str(finding)
 
 
 def test_a_constant_that_is_not_finite_is_told():
     constant = np.full((8, 8), np.nan, "f")
     (finding,) = diagnose(lambda x: product(x) @ constant)(X).findings
     assert "an argument or a constant is not finite" in str(finding)
+
+
+def test_what_is_divided_by_twice_is_blamed_once():
+    def fn(x, eps):
+        h = x @ EYE
+        safe = jnp.max(h, axis=-1, keepdims=True) + eps
+        a = x / safe
+        b = h / safe
+        return jnp.sum(a) + jnp.sum(b)
+
+    rows = X.copy()
+    rows[3] = 0
+    (finding,) = diagnose(fn)(rows, np.float32(1e-8)).findings
+    assert finding.kind == "underflow"
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_a_difference_that_rounding_makes_zero_is_no_underflow(dtype):
+    def fn(x):
+        h = product(x)
+        return jnp.sum((h + 0.01) - h) + jnp.sum(h)
+
+    assert diagnose(fn, dtype=dtype)(X).underflows == ()
 
 
 def first_fault(h):

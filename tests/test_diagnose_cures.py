@@ -13,11 +13,12 @@ def diagnose(fn, **options):
     return jamp.diagnose(fn, device_type="gpu", progress=False, **options)
 
 
-def pasted(code, namespace):
-    """The policy that a suggestion's code makes in the user's module."""
-    namespace = {**namespace, "jamp": jamp}
-    exec(code, namespace)
-    return namespace["policy"]
+def pasted(code, fn, namespace):
+    """What a suggestion's code makes of a function in the user's module."""
+    names = {**namespace, "jamp": jamp, "jnp": jnp, "fn": fn}
+    *policy, call = code.splitlines()
+    exec("\n".join(policy), names)
+    return eval(call, names)
 
 
 SCRIPT = """
@@ -38,8 +39,7 @@ def test_the_rule_for_a_method_in_a_script_can_be_pasted():
     model = script["Model"]()
     (suggestion,) = diagnose(lambda x: model(x, EYE))(X).suggestions
     assert "[Model.scores]" in suggestion.code
-    policy = pasted(suggestion.code, script)
-    cured = jamp.autocast(model, device_type="gpu", policy=policy)(X, EYE)
+    cured = pasted(suggestion.code, model, script)(X, EYE)
     np.testing.assert_allclose(cured, model(X, EYE), rtol=0.01)
 
 
@@ -53,9 +53,46 @@ def test_a_name_that_a_policy_finds_is_quoted():
 
     (suggestion,) = diagnose(fn)(X).suggestions
     assert f'"{square.__module__}.square"' in suggestion.code
-    policy = pasted(suggestion.code, {})
-    cured = jamp.autocast(fn, device_type="gpu", policy=policy)(X)
+    cured = pasted(suggestion.code, fn, {})(X)
     np.testing.assert_allclose(cured, fn(X), rtol=0.01)
+
+
+def mean_of_squares(x):
+    def square_here(h):
+        return h * h
+
+    return jnp.mean(square_here(x))
+
+
+def test_a_function_that_is_local_to_another_is_not_named():
+    def fn(x):
+        return mean_of_squares(x @ EYE) + jnp.mean(x @ EYE @ EYE)
+
+    (suggestion,) = diagnose(fn)(X).suggestions
+    cured = pasted(suggestion.code, fn, globals())(X)
+    np.testing.assert_allclose(cured, fn(X), rtol=0.01)
+
+
+def test_a_function_that_is_local_to_where_the_diagnosed_one_is_defined_is_named():
+    def cube(h):
+        return h * h * h
+
+    def fn(x):
+        return jnp.mean(cube(x @ EYE))
+
+    (suggestion,) = diagnose(fn)(X).suggestions
+    assert "float32=[cube]" in suggestion.code
+    cured = pasted(suggestion.code, fn, {"cube": cube})(X)
+    np.testing.assert_allclose(cured, fn(X), rtol=0.01)
+
+
+def test_the_call_that_is_suggested_keeps_the_users_policy_and_device():
+    policy = jamp.Policy.load("gpu").with_rules(lower=["jax.nn.softmax"])
+    diagnosed = diagnose(lambda w: jnp.mean(w @ EYE), loss_scale=2.0**80, policy=policy)
+    (suggestion,) = diagnosed(X).suggestions
+    assert suggestion.code == (
+        'jamp.autocast(fn, device_type="gpu", dtype=jnp.bfloat16, policy=policy)'
+    )
 
 
 def test_bfloat16_is_no_cure_for_too_few_digits():
@@ -107,6 +144,16 @@ def test_the_loss_scale_suggested_is_not_below_one_without_need():
     low, high = diagnosis.scale_window
     assert low * high < 1 <= high / 4
     assert diagnosis.suggestions[0].loss_scale == high / 4
+
+
+def test_the_scales_that_fit_are_said_to_be_those_before_another_change():
+    def fn(w):
+        return jnp.mean(square(w @ EYE))
+
+    text = str(diagnose(fn, loss_scale=4.0)(X))
+    assert "\nbefore the change, loss scales that fit: " in text
+    text = str(diagnose(lambda w: jnp.mean(w @ EYE), loss_scale=4.0)(X))
+    assert "\nloss scales that fit: " in text
 
 
 def test_a_loss_scale_that_does_not_fit_is_told():

@@ -6,6 +6,7 @@ import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from models import MODELS, make_task
 
@@ -110,6 +111,7 @@ def test_probabilities_that_underflow_where_it_does_not_matter(dtype):
     check(diagnosis)
     if dtype == "float16":
         assert diagnosis.underflows
+        assert "underflow, which took no result further" in diagnosis.text()
 
 
 @each_dtype
@@ -122,3 +124,96 @@ def test_a_gradient_that_is_rounding_only(dtype):
 
     params = {"w": numbers(0, 16, 8), "shift": numbers(1, 1)}
     check(diagnose(loss_fn, dtype)(params, numbers(2, 32, 16)))
+
+
+def mixture_of_experts(params, x, y):
+    gates = jax.nn.softmax(x @ params["gate"])
+    top, chosen = jax.lax.top_k(gates, 2)
+    top = top / top.sum(-1, keepdims=True)
+    h = jax.nn.gelu(jnp.einsum("nd,edf->nef", x, params["up"]))
+    out = jnp.einsum("nef,efd->ned", h, params["down"])
+    out = jnp.take_along_axis(out, chosen[..., None], 1)
+    load = jax.nn.one_hot(chosen, 4).mean((0, 1))
+    balance = 4 * jnp.sum(load * gates.mean(0))
+    return jnp.mean(((top[..., None] * out).sum(1) - y) ** 2) + 0.01 * balance
+
+
+@each_dtype
+def test_a_mixture_of_experts(dtype):
+    params = {
+        "gate": numbers(0, 16, 4, scale=0.2),
+        "up": numbers(1, 4, 16, 32, scale=0.25),
+        "down": numbers(2, 4, 32, 16, scale=0.17),
+    }
+    x, y = numbers(3, 2, 32, 16)
+    check(diagnose(mixture_of_experts, dtype)(params, x, y))
+
+
+def solution(params, x):
+    h = x[None]
+    for w in params[:-1]:
+        h = jnp.tanh(h @ w)
+    return (h @ params[-1])[0]
+
+
+def residual_of_an_equation(params, points):
+    """How far the solution is from one of Poisson's equation."""
+    second = jax.vmap(jax.grad(jax.grad(solution, 1), 1), (None, 0))(params, points)
+    return jnp.mean((second + jnp.sin(jnp.pi * points)) ** 2)
+
+
+@each_dtype
+def test_second_derivatives_in_a_loss(dtype):
+    params = [numbers(0, 1, 16), numbers(1, 16, 16, scale=0.3), numbers(2, 16, 1)]
+    points = np.linspace(0, 1, 32, dtype=np.float32)
+    check(diagnose(residual_of_an_equation, dtype)(params, points))
+
+
+def contrast(params, x, y):
+    def encoded(params, x):
+        h = jax.nn.relu(x @ params[0]) @ params[1]
+        return h / (jnp.linalg.norm(h, axis=-1, keepdims=True) + 1e-8)
+
+    logits = encoded(params["x"], x) @ encoded(params["y"], y).T
+    logits = logits * jnp.exp(params["temperature"])
+    return -jnp.mean(jnp.diagonal(jax.nn.log_softmax(logits, 0)))
+
+
+@each_dtype
+def test_a_contrastive_loss(dtype):
+    params = {
+        "x": [numbers(0, 16, 32, scale=0.25), numbers(1, 32, 8, scale=0.17)],
+        "y": [numbers(2, 16, 32, scale=0.25), numbers(3, 32, 8, scale=0.17)],
+        "temperature": np.float32(2.6),
+    }
+    x = numbers(4, 32, 16)
+    check(diagnose(contrast, dtype)(params, x, x + numbers(5, 32, 16, scale=0.3)))
+
+
+def action_values(params, states):
+    h = jax.nn.relu(states @ params["hidden"])
+    advantages = h @ params["advantage"]
+    return h @ params["value"] + advantages - advantages.mean(-1, keepdims=True)
+
+
+def temporal_difference(params, target, states, actions, rewards, following):
+    best = jnp.argmax(action_values(params, following), -1)
+    values = jnp.take_along_axis(action_values(target, following), best[:, None], -1)
+    goal = jax.lax.stop_gradient(rewards + 0.99 * values[:, 0])
+    values = jnp.take_along_axis(action_values(params, states), actions[:, None], -1)
+    return jnp.mean(optax.huber_loss(values[:, 0], goal))
+
+
+@each_dtype
+def test_double_q_learning(dtype):
+    params, target = (
+        {
+            "hidden": numbers(seed, 8, 32, scale=0.5),
+            "value": numbers(seed + 1, 32, 1, scale=0.1),
+            "advantage": numbers(seed + 2, 32, 4, scale=0.1),
+        }
+        for seed in (0, 3)
+    )
+    actions, states = np.arange(32) % 4, numbers(6, 2, 32, 8)
+    diagnosed = diagnose(temporal_difference, dtype)
+    check(diagnosed(params, target, states[0], actions, numbers(7, 32), states[1]))

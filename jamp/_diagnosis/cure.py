@@ -8,12 +8,16 @@ from typing import Any
 
 from jamp._diagnosis.diagnosis import Suggestion
 from jamp._diagnosis.examine import Examination, run_again
+from jamp._diagnosis.judge import Fault
 from jamp._diagnosis.program import Settings, Subject
 from jamp._diagnosis.suggest import Change, changes_for, last_resorts
 from jamp._functions import Function
+from jamp._regions import Options
 
 # How many faults are cured one after another, where one change does not cure all.
 ROUNDS = 6
+# How many places behind the faults are tried, where no change at a fault cures it.
+FURTHER = 8
 
 Examine = Callable[[Settings], Examination]
 
@@ -48,6 +52,11 @@ def find_cure(
             break
         change, examination = step
         chosen.append(change)
+    further: list[Change] = chosen
+    for change in _further(examination):
+        further = [*further, change]
+        if cures(further):
+            return _smallest(further, cures), True
     for change in last_resorts(before):
         if cures([change]):
             return [change], True
@@ -60,6 +69,20 @@ def _candidates(examination: Examination) -> list[Change]:
     for fault in examination.faults:
         for change in changes_for(fault, examination):
             found.setdefault((change.kind, change.value), change)
+    return list(found.values())
+
+
+def _further(examination: Examination) -> list[Change]:
+    """Changes for what led to the faults, the nearest first."""
+    found: dict[Any, Change] = {}
+    for fault in examination.faults:
+        for measured in fault.behind:
+            if len(found) >= FURTHER:
+                return list(found.values())
+            for change in changes_for(Fault(fault.kind, measured), examination):
+                if change.kind not in ("loss_scale", "primitive"):
+                    found.setdefault((change.kind, change.value), change)
+                    break
     return list(found.values())
 
 
@@ -118,10 +141,9 @@ def suggestions_of(
     if rules:
         kind = settings.options.device_type
         base = "policy" if own_policy else f'jamp.Policy.load("{kind}")'
-        policy = _applied(settings, rules).options.policy
         reason = "; ".join(change.reason for change in rules)
-        options = {"policy": policy}
-        code = f"policy = {base}{_rules(rules)}"
+        options = {"policy": _applied(settings, rules).options.policy}
+        code = f"policy = {base}{_rules(rules)}\n{_call(settings.options, True)}"
         found.append(Suggestion(code, reason, True, options))
     for change in changes:
         if change.kind == "loss_scale":
@@ -134,7 +156,7 @@ def suggestions_of(
             )
             found.append(Suggestion(code, change.reason, True))
         elif change.kind == "dtype":
-            code = "jamp.autocast(fn, dtype=jnp.bfloat16)"
+            code = _call(change.apply(settings).options, own_policy)
             options = {"dtype": change.value}
             found.append(Suggestion(code, change.reason, True, options))
     return tuple(found)
@@ -147,6 +169,14 @@ def _rules(changes: Sequence[Change]) -> str:
         if change.kind == "scope":
             code += f'.scoped("{change.value}", "float32")'
     return code
+
+
+def _call(options: Options, own_policy: bool) -> str:
+    """A call of `jamp.autocast` with these options."""
+    own_dtype = options.dtype != options.policy.dtype
+    dtype = f", dtype=jnp.{options.dtype.name}" if own_dtype else ""
+    policy = ", policy=policy" if own_policy else ""
+    return f'jamp.autocast(fn, device_type="{options.device_type}"{dtype}{policy})'
 
 
 def _entry(value: Any) -> str:

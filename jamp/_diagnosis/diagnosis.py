@@ -13,6 +13,9 @@ import numpy as np
 from jamp._diagnosis.measure import LOWEST_EXPONENT
 from jamp._origin import Location
 
+# Stands for an operation where an argument or a constant is at fault.
+ARGUMENT = "argument"
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -22,7 +25,7 @@ class Finding:
       kind: `'overflow'` (not finite though float32 is), `'underflow'` (zero or nearly
         so), `'precision'` (too far from float32) or `'float32'` (not finite in float32
         either).
-      operation: the primitive.
+      operation: the primitive; `'argument'` for what the program is given.
       dtype: the dtype that it computed.
       location: the user's line.
       scope: the named scopes around it, such as the path of a module.
@@ -41,10 +44,12 @@ class Finding:
     message: str
 
     def __str__(self) -> str:
+        what = f"{self.kind}: {self.message}"
+        if self.operation == ARGUMENT:
+            return what
         nowhere = "the loss itself" if self.gradient else "unknown location"
-        where = self.location or nowhere
         scope = f", in {self.scope}" if self.scope else ""
-        return f"{self.kind}: {self.message}\n    at {where}{scope}"
+        return f"{what}\n    at {self.location or nowhere}{scope}"
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,8 @@ class Diagnosis:
     Attributes:
       header: a line on the autocast and the loss scale.
       dtype: the 16-bit dtype.
-      findings: the operations at fault, in the program's order.
+      findings: the operations at fault: what overflowed in the program's order,
+        other ones by their error, the largest first.
       suggestions: what cures them; empty if nothing is wrong.
       errors: the root mean square error of each result, relative to that of its value
         in float32; inf for one that is not finite. That of a gradient which is only
@@ -170,14 +176,19 @@ class Diagnosis:
             lines.append(f"error of the gradient as a whole: {self.gradient_error:.2g}")
         if self.scale_window:
             low, high = self.scale_window
-            lines.append(
+            window = (
                 f"loss scales that fit: {low:g} to {high:g}"
                 if low <= high
                 else f"no loss scale fits all gradients: some want {low:g}, others "
                 f"overflow above {high:g}"
             )
+            # What else is changed may move the window.
+            other = any(s.loss_scale is None for s in self.suggestions)
+            lines.append(f"before the change, {window}" if other else window)
         if self.underflows:
-            lines += ["most underflow:", *(f"  {u}" for u in self.underflows)]
+            why = ", which took no result further from float32 than rounding does"
+            head = f"most underflow{why if self.healthy else ''}:"
+            lines += [head, *(f"  {u}" for u in self.underflows)]
         return "\n".join(lines)
 
     def _health(self) -> str:

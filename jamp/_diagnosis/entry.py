@@ -13,6 +13,7 @@ import numpy as np
 from jamp import _regions
 from jamp._diagnosis.cure import find_cure, suggestions_of
 from jamp._diagnosis.diagnosis import (
+    ARGUMENT,
     Diagnosis,
     Finding,
     Histogram,
@@ -20,9 +21,10 @@ from jamp._diagnosis.diagnosis import (
     Underflow,
 )
 from jamp._diagnosis.examine import Examination, examine, scale_window
-from jamp._diagnosis.judge import Fault, gradient_error
+from jamp._diagnosis.judge import Fault, error_limit, gradient_error, kind_of
 from jamp._diagnosis.program import Settings, Subject
 from jamp._diagnosis.progress import shown
+from jamp._diagnosis.suggest import Change
 from jamp._diagnosis.walk import Measured, Site, Steps
 from jamp._dtypes import narrow
 from jamp._errors import AutocastError, AutocastTypeError
@@ -70,6 +72,7 @@ def diagnose(
       AutocastError: an option or a loss scale that there is not, or a gradient is asked
         for of what is no scalar loss.
       AutocastTypeError: `fn` is not callable, or there are no arrays to run it on.
+      BannedOpError: the policy bans an operation of the program.
     """
     _check(fn, loss_scale, autocast_options)
 
@@ -131,13 +134,25 @@ def _cure(
     changes, cured = find_cure(subject, first, run)
     if not cured:
         return faults, (_by_hand(faults[0]),)
-    causes = [
-        fault
-        for fault in faults
-        if fault.measured is not None
-        and any(change.covers(fault.measured.site) for change in changes)
-    ]
+    causes = _causes(faults, changes)
     return causes or faults, suggestions_of(changes, first.settings, own_policy)
+
+
+def _causes(faults: list[Fault], changes: list[Change]) -> list[Fault]:
+    """The faults that changes reach; or else also what led to them and is changed."""
+
+    def changed(measured: Measured | None) -> bool:
+        return measured is not None and any(
+            change.covers(measured.site) for change in changes
+        )
+
+    causes = [fault for fault in faults if changed(fault.measured)]
+    if causes:
+        return causes
+    behind = [m for fault in faults for m in fault.behind if changed(m)]
+    # Where an error only grows is no finding; where a number does not fit is.
+    seen = [fault for fault in faults[:1] if fault.kind != "precision"]
+    return [*seen, *(Fault(kind_of(m), m) for m in behind[:1])]
 
 
 def _by_hand(fault: Fault) -> Suggestion:
@@ -180,7 +195,7 @@ def _finding(fault: Fault, subject: Subject) -> Finding:
         named = ", ".join(subject.not_finite())
         what = f"argument {named}" if named else "an argument or a constant"
         message = f"{what} is not finite, so that float32 is not finite either"
-        return Finding(fault.kind, "argument", "", None, "", False, None, message)
+        return Finding(fault.kind, ARGUMENT, "", None, "", False, None, message)
     site = fault.measured.site
     return Finding(
         kind=fault.kind,
@@ -213,7 +228,9 @@ def _message(kind: str, measured: Measured) -> str:
     if kind == "underflow":
         zero, small = found.flushed / found.nonzero, found.subnormal / found.nonzero
         return f"{what} makes {zero:.0%} of it zero and {small:.0%} subnormal"
-    return f"{what} has a relative error of {found.error:.2g}"
+    explained = found.error <= error_limit(site.dtype, 0)
+    grows = ", which later operations amplify" if explained else ""
+    return f"{what} has a relative error of {found.error:.2g}{grows}"
 
 
 def _underflows(measured: Sequence[Measured]) -> tuple[Underflow, ...]:
@@ -225,7 +242,9 @@ def _underflows(measured: Sequence[Measured]) -> tuple[Underflow, ...]:
             m.statistics.subnormal / m.statistics.nonzero,
         )
         for m in measured
-        if narrow(m.site.dtype) and m.statistics.flushed + m.statistics.subnormal
+        if narrow(m.site.dtype)
+        and m.statistics.flushed + m.statistics.subnormal
+        and kind_of(m, share=0.0) == "underflow"
     ]
     found.sort(key=lambda underflow: -underflow.flushed - underflow.subnormal)
     return tuple(found[:_LISTED])

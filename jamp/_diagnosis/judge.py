@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
 
+from jamp._diagnosis.measure import LOWEST_EXPONENT
 from jamp._diagnosis.program import Outcome
 from jamp._diagnosis.walk import Ledger, Measured
+from jamp._dtypes import narrow
 
 # Roundings that are independent of each other add up as the root of their number. What
 # is further from float32 than this many times as much is no rounding any more.
@@ -21,17 +23,23 @@ FEWEST_ROUNDINGS = 64
 # ReLU and max pooling pass a gradient on or not: a tie that is decided otherwise moves
 # it as a whole. Healthy networks have errors of a tenth.
 GRADIENT_ERROR = 0.25
+# One gradient among others is wrong if it is this far off, and not tiny: larger than
+# this share of the largest one.
+ONE_GRADIENT_ERROR = 0.5
+TINY = 1e-3
 # A gradient is lost if elements that became zero held more than this share of it ...
 LOST = 0.1
 # ... unless all of it is smaller than this, beside the largest one: of what the loss
 # does not depend on, such as a bias in front of a normalization, it is rounding only.
 NEGLIGIBLE = 1e-5
-# A result with more than this share of its elements below the dtype's normal numbers
-# has underflowed.
+# A result has underflowed if more than this share of its elements is in float32 below
+# the dtype's normal numbers.
 UNDERFLOWED = 0.5
 # Of the operations that introduced an error, those with at least this share of what the
 # worst of them introduced.
 SUSPECT = 0.5
+# Functions of one number, each rounded once: what is more than that came with it.
+_FUNCTIONS = frozenset({"cos", "exp", "exp2", "expm1", "log", "log1p", "sin", "tan"})
 
 
 @dataclass(frozen=True)
@@ -70,10 +78,12 @@ class Fault:
     Attributes:
       kind: `'overflow'`, `'underflow'`, `'precision'` or `'float32'`.
       measured: the operation; None if an argument or a constant is not finite.
+      behind: the operations in 16 bits that led to it, nearest first.
     """
 
     kind: str
     measured: Measured | None
+    behind: tuple[Measured, ...] = ()
 
 
 def error_limit(dtype: Any, roundings: int) -> float:
@@ -101,6 +111,13 @@ def judge(outcomes: Sequence[Outcome], limit: float) -> Verdict:
     def select(test: Callable[[Outcome], Any]) -> tuple[Outcome, ...]:
         return tuple(filter(test, outcomes))
 
+    def wrong(outcome: Outcome) -> bool:
+        error = outcome.state.error
+        if not outcome.gradient:
+            return error > limit
+        alone = error > ONE_GRADIENT_ERROR and outcome.mean > TINY * largest
+        return gradient_wrong or alone
+
     def meant(outcome: Outcome) -> bool:
         return not outcome.gradient and outcome.state.wild == outcome.state.alike
 
@@ -113,8 +130,22 @@ def judge(outcomes: Sequence[Outcome], limit: float) -> Verdict:
                 o.gradient and o.state.lost > LOST and o.mean > NEGLIGIBLE * largest
             )
         ),
-        wrong=select(lambda o: gradient_wrong if o.gradient else o.state.error > limit),
+        wrong=select(wrong),
     )
+
+
+def kind_of(measured: Measured, share: float = UNDERFLOWED) -> str:
+    """The kind of fault of an operation that did not overflow.
+
+    Args:
+      measured: the operation.
+      share: it has underflowed if more than this share of its elements is too small.
+    """
+    site, found = measured
+    # What is zero for another reason, such as a difference, has not underflowed.
+    lowest = int(jnp.finfo(site.dtype).minexp)
+    small = found.exponents[: max(0, lowest - LOWEST_EXPONENT)].sum()
+    return "underflow" if small > share * found.nonzero else "precision"
 
 
 def find_faults(verdict: Verdict, ledger: Ledger) -> list[Fault]:
@@ -137,9 +168,52 @@ def find_faults(verdict: Verdict, ledger: Ledger) -> list[Fault]:
     path = path_to((*verdict.overflowed, *verdict.lost, *verdict.wrong))
     overflowed = [m for m in path if m.statistics.began]
     if overflowed:
-        return [*faults, *(_overflow(m, ledger) for m in _one_per_line(overflowed))]
-    suspects = _one_per_line(_suspects(path))
-    return [*faults, *(Fault(_kind(m), m) for m in suspects)]
+        found: dict[Any, Fault] = {}
+        for measured in _one_per_line(overflowed):
+            fault = _overflow(measured, ledger)
+            found.setdefault(_place(fault.measured), fault)
+        faults += found.values()
+    else:
+        suspects = [_beginning(m, ledger) for m in _suspects(path)]
+        faults += [Fault(kind_of(m), m) for m in _one_per_line(suspects)]
+    return [replace(fault, behind=_behind(fault, ledger)) for fault in faults]
+
+
+def _behind(fault: Fault, ledger: Ledger) -> tuple[Measured, ...]:
+    """The operations in 16 bits that led to a fault, nearest first, one per line."""
+    if fault.measured is None:
+        return ()
+    numbers = ledger.led_to(ledger.origins(fault.measured.site.number))
+    known = map(ledger.get, numbers)
+    found = [m for m in known if m is not None and narrow(m.site.dtype)]
+    return tuple(_one_per_line(found))
+
+
+def _beginning(found: Measured, ledger: Ledger) -> Measured:
+    """The operation behind one that only passes an error on, or amplifies it."""
+    while _passes_on(found):
+        operands = map(ledger.get, ledger.origins(found.site.number))
+        wrong = [m for m in operands if m is not None and m.statistics.error]
+        if len(wrong) != 1:
+            break
+        found = wrong[0]
+    return found
+
+
+def _passes_on(measured: Measured) -> bool:
+    """Whether an operation rounds by far less than its result is wrong."""
+    site, found = measured
+    if found.introduced != found.introduced_once:
+        # In a loop, the error may have come with what is carried.
+        return False
+    if not narrow(site.dtype) or not found.introduced:
+        return True
+    exact = ROUNDINGS * float(jnp.finfo(site.dtype).eps)
+    return (
+        site.eqn.primitive.name in _FUNCTIONS
+        and kind_of(measured) == "precision"
+        and found.error > exact
+    )
 
 
 def _suspects(path: Sequence[Measured]) -> list[Measured]:
@@ -164,26 +238,27 @@ def _overflow(measured: Measured, ledger: Ledger) -> Fault:
         operands = map(ledger.get, ledger.origins(cause.site.number))
         zeros = [m for m in operands if m is not None and m.statistics.flushed]
     if cause is not measured:
-        return Fault("underflow", cause)
+        # One zero that is divided by is enough.
+        return Fault(kind_of(cause, share=0.0), cause)
     before = ledger.led_to(ledger.origins(site.number))
     suspects = _suspects([m for m in ledger.measured if m.site.number in before])
     return (
-        Fault(_kind(suspects[0]), suspects[0])
+        Fault(kind_of(suspects[0]), suspects[0])
         if suspects
         else Fault("overflow", measured)
     )
-
-
-def _kind(measured: Measured) -> str:
-    found = measured.statistics
-    small = found.flushed + found.subnormal
-    return "underflow" if small > UNDERFLOWED * found.nonzero else "precision"
 
 
 def _one_per_line(found: Sequence[Measured]) -> list[Measured]:
     """The first of each line and module, forward and backward."""
     first: dict[Any, Measured] = {}
     for measured in found:
-        site = measured.site
-        first.setdefault((site.location, site.scope, site.scaled), measured)
+        first.setdefault(_place(measured), measured)
     return list(first.values())
+
+
+def _place(measured: Measured | None) -> Any:
+    if measured is None:
+        return None
+    site = measured.site
+    return site.location, site.scope, site.scaled

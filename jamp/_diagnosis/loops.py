@@ -30,6 +30,7 @@ def run_scan(
     stop = start + count
     program = eqn.params["jaxpr"]
     flags = _settled(program, [operand.scaled for operand in operands], start, stop)
+    origins = [operand.origins for operand in operands]
 
     def loop(operands: Sequence[Pair]) -> list[Pair]:
         consts, carry, xs = operands[:start], operands[start:stop], operands[stop:]
@@ -37,7 +38,7 @@ def run_scan(
         def step(state: Any, slices: Any) -> Any:
             iteration, carry = state
             pairs = [*consts, *carry, *slices]
-            results = _observed(walk, program, pairs, flags, place, iteration)
+            results = _observed(walk, program, pairs, flags, origins, place, iteration)
             return (iteration + 1, results[:count]), results[count:]
 
         (_, carry), ys = jax.lax.scan(
@@ -60,6 +61,7 @@ def run_while(
     program, condition = eqn.params["body_jaxpr"], eqn.params["cond_jaxpr"]
     flags = [operand.scaled for operand in operands[split:]]
     flags = _settled(program, flags, count, len(flags))
+    origins = [operand.origins for operand in operands[split:]]
 
     def loop(operands: Sequence[Pair]) -> list[Pair]:
         tested, consts = operands[:split], operands[split : split + count]
@@ -71,7 +73,7 @@ def run_while(
         def step(state: Any) -> Any:
             iteration, carry = state
             pairs = [*consts, *carry]
-            results = _observed(walk, program, pairs, flags, place, iteration)
+            results = _observed(walk, program, pairs, flags, origins, place, iteration)
             return iteration + 1, results
 
         start = (np.int32(0), list(operands[split + count :]))
@@ -91,10 +93,11 @@ def run_cond(
         taken = min(max(int(index), 0), len(branches) - 1)
         return walk.run(branches[taken], rest, place)
     flags = [operand.scaled for operand in rest]
+    origins = [operand.origins for operand in rest]
 
     def function(branch: Any) -> Callable[..., list[Pair]]:
         return lambda *pairs: _observed(
-            walk, branch, pairs, flags, place, walk.iteration
+            walk, branch, pairs, flags, origins, place, walk.iteration
         )
 
     functions = list(map(function, branches))
@@ -152,13 +155,15 @@ def _observed(
     program: Any,
     pairs: Sequence[Pair],
     flags: Sequence[bool],
+    origins: Sequence[frozenset[int]],
     place: Place,
     iteration: Any,
 ) -> list[Pair]:
     """Runs a program while it is traced, so that it is measured when it runs."""
     notes = _Notes(walk.ledger)
     inner = walk.inside(notes, iteration)
-    results = inner.run(program, list(map(inner.entering, pairs, flags)), place)
+    values = list(map(inner.entering, pairs, flags, origins))
+    results = inner.run(program, values, place)
     notes.send(iteration)
     return [result.pair for result in results]
 

@@ -72,15 +72,24 @@ def changes_for(fault: Fault, examination: Examination) -> list[Change]:
     primitives = [rule for rule in small if rule.kind == "primitive"]
     regions = list(_regions(fault))
 
-    def reaches_further(rule: Change) -> bool:
-        covered = [m.site for m in examination.measured if rule.covers(m.site)]
-        return not all(any(r.covers(site) for r in regions) for site in covered)
+    sites = [m.site for m in examination.measured]
+    matmuls = [site for site in sites if site.eqn.primitive.name in MATMULS]
 
-    # A rule for a primitive that reaches beyond the line comes after the region.
+    def reaches_further(rule: Change) -> bool:
+        # What a function or a module takes with it, other than matmuls, costs little.
+        counted = sites if rule.kind == "primitive" else matmuls
+        return any(
+            rule.covers(site) and not any(r.covers(site) for r in regions)
+            for site in counted
+        )
+
+    scales = list(_scales(fault, examination))
+    # A rule that reaches beyond the line comes after the region, and last a scale below
+    # 1, which makes small gradients smaller.
     return [
-        *_scales(fault, examination),
-        *places,
-        *sorted([*primitives, *regions], key=reaches_further),
+        *(change for change in scales if change.value >= 1),
+        *sorted([*places, *primitives, *regions], key=reaches_further),
+        *(change for change in scales if change.value < 1),
     ]
 
 
@@ -131,35 +140,49 @@ def _scales(fault: Fault, examination: Examination) -> Iterator[Change]:
 def _functions(site: Site, settings: Settings) -> Iterator[Change]:
     """Functions that the site was emitted in, innermost first, each as a rule."""
     listed = settings.options.policy.function_codes
-    for code in dict.fromkeys(_codes(site)):
+    codes, outside = _codes(site)
+    for code in dict.fromkeys(codes):
         if code in listed:
             function = listed[code]
-        elif is_users(code.co_filename) and "<" not in code.co_name:
+        elif _is_nameable(code, outside):
             function = Function(_dotted(code), code)
         else:
             continue
 
         def covers(other: Site, code: CodeType = code) -> bool:
-            return code in _codes(other)
+            return code in _codes(other)[0]
 
         reason = f"computes {function.name} in float32"
         yield Change("function", function, reason, covers)
 
 
-def _codes(site: Site) -> list[CodeType]:
-    """Code of the functions inside the function that is diagnosed, innermost first."""
+def _codes(site: Site) -> tuple[list[CodeType], CodeType | None]:
+    """Code of the functions around a site, innermost first, and of the one diagnosed.
+
+    What JAX traced on its own, such as a branch or what `jax.jit` holds, has frames up
+    to there only; the callers have the others.
+    """
     codes: list[CodeType] = []
     for eqn in site.sources:
         frames = _origin.frames(eqn)
-        if frames is None:
-            continue
-        inside: list[CodeType] = []
-        for code in frames[0]:
+        for code in () if frames is None else frames[0]:
             if code.co_filename == _TRACE:
                 break
-            inside.append(code)
-        codes += inside[:-1]
-    return codes
+            codes.append(code)
+    users = [code for code in codes if is_users(code.co_filename)]
+    if not users:
+        return [], None
+    outermost = users[-1]
+    return [code for code in codes if code is not outermost], outermost
+
+
+def _is_nameable(code: CodeType, diagnosed: CodeType | None) -> bool:
+    """Whether there is a name for a function where the diagnosed one is defined."""
+    if diagnosed is None or not is_users(code.co_filename) or "<" in code.co_name:
+        return False
+    around, local, _ = code.co_qualname.rpartition("<locals>.")
+    same = code.co_filename == diagnosed.co_filename
+    return not local or (same and diagnosed.co_qualname.startswith(around + local))
 
 
 def _dotted(code: CodeType) -> str:

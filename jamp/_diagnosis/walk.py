@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
@@ -107,15 +108,21 @@ class Ledger:
         """What was measured at a site; None if it has not run."""
         return self._found.get(number)
 
-    def led_to(self, origins: Iterable[int]) -> set[int]:
-        """The sites that values from these sites were computed from, themselves too."""
-        found: set[int] = set()
-        waiting = list(origins)
-        while waiting:
-            number = waiting.pop()
-            if number not in found:
-                found.add(number)
-                waiting.extend(self._origins[number])
+    def led_to(self, origins: Iterable[int]) -> dict[int, None]:
+        """The sites that values from these sites were computed from, nearest first.
+
+        These sites themselves are among them.
+        """
+        found = dict.fromkeys(origins)
+        nearest = list(found)
+        while nearest:
+            further = (self._origins[number] for number in nearest)
+            nearest = [
+                number
+                for number in dict.fromkeys(chain.from_iterable(map(sorted, further)))
+                if number not in found
+            ]
+            found.update(dict.fromkeys(nearest))
         return found
 
     def entering(self, pair: Pair) -> State:

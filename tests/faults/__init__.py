@@ -1,4 +1,7 @@
-"""Programs that 16 bits spoil, each at the line that is marked with FAULT."""
+"""Programs that 16 bits spoil, each at the line that is marked with FAULT.
+
+Where what does not fit there is wrong from earlier on, that line is marked with CAUSE.
+"""
 
 import importlib
 from collections.abc import Callable
@@ -7,13 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-MARK = "# FAULT"
+MARKS = ("# FAULT", "# CAUSE")
 HERE = Path(__file__).parent
 NAMES = sorted(path.stem for path in HERE.glob("[a-z]*.py"))
 
 
 class Fault(NamedTuple):
-    """A program with a fault, under float16.
+    """A program with a fault.
 
     Attributes:
         fn: The function.
@@ -23,6 +26,7 @@ class Fault(NamedTuple):
         loss_scale: If the gradient is to be diagnosed too.
         repaired: The function with the line changed as suggested, where the cure is a
             change of the program.
+        dtype: The 16-bit dtype that spoils it.
     """
 
     fn: Callable[..., Any]
@@ -31,21 +35,26 @@ class Fault(NamedTuple):
     operation: str
     loss_scale: float | None = None
     repaired: Callable[..., Any] | None = None
+    dtype: str = "float16"
 
 
 def load(name: str) -> Fault:
     return importlib.import_module(f"{__name__}.{name}").make()
 
 
-def marked_line(name: str) -> tuple[str, int]:
-    """The file and line of a program's fault."""
-    path = HERE / f"{name}.py"
-    (line,) = (
-        number
-        for number, text in enumerate(path.read_text("utf-8").splitlines(), 1)
-        if text.endswith(MARK)
-    )
-    return str(path), line
+def path_of(name: str) -> str:
+    return str(HERE / f"{name}.py")
+
+
+def marked_lines(name: str) -> list[int]:
+    """The line of a program's fault, and that of what causes it, if it is another."""
+    lines = Path(path_of(name)).read_text("utf-8").splitlines()
+    found = [
+        [number for number, line in enumerate(lines, 1) if line.endswith(mark)]
+        for mark in MARKS
+    ]
+    (fault,), causes = found
+    return [fault, *causes]
 
 
 def normal(seed: int, *shape: int, scale: float = 1.0) -> Any:
