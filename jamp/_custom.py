@@ -11,6 +11,7 @@ import jax
 from jamp import _dtypes, _regions
 from jamp._autocast import autocast, is_autocast_enabled
 from jamp._errors import AutocastTypeError
+from jamp._regions import check_floating
 from jamp._trace import is_array
 
 
@@ -53,9 +54,7 @@ def custom_fwd(
       AutocastError: an unknown device type.
       AutocastTypeError: `fn` is not callable, or `cast_inputs` is no floating dtype.
     """
-    dtype = None
-    if cast_inputs is not None:
-        dtype = _regions.check_floating("cast_inputs", cast_inputs)
+    dtype = None if cast_inputs is None else check_floating("cast_inputs", cast_inputs)
     if device_type is not None:
         _regions.device_kind(device_type)
     if fn is None:

@@ -77,7 +77,6 @@ def diagnose(
     _check(fn, loss_scale, autocast_options)
 
     def diagnosed(*args: Any, **kwargs: Any) -> Diagnosis:
-        settings = _settings(loss_scale, autocast_options)
         chosen = () if loss_scale is None else argnums
         subject = Subject.of(fn, args, kwargs, chosen, has_aux)
         steps: Steps = {}
@@ -89,7 +88,7 @@ def diagnose(
         own_policy = autocast_options.get("policy") is not None
         # What is not finite is what this is about.
         with jax.debug_nans(False), jax.debug_infs(False):
-            first = run(settings)
+            first = run(_settings(loss_scale, autocast_options))
             faults, suggestions = _cure(subject, first, run, own_policy)
         return _diagnosis(subject, first, faults, suggestions)
 
