@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 
@@ -29,6 +29,18 @@ _FORCED = {
     Rule.AS_TRACED: Rule.AS_TRACED,
     Rule.BANNED: Rule.BANNED,
 }
+
+
+class _Entered(NamedTuple):
+    """What enters a call.
+
+    Attributes:
+      values: the eligible values, constants left out.
+      sources: which of them each value of the call is computed from.
+    """
+
+    values: dict[Any, Value]
+    sources: dict[Any, frozenset[Any]]
 
 
 def run_occurrence(
@@ -58,7 +70,7 @@ def run_occurrence(
     rule = region.policy.function_rules[function]
     ruling = Ruling(rule, f"{function.name} in {region.policy.name}", function)
     inner = context._replace(inside=context.inside | {function})
-    entering = _entering(eqns, env)
+    entered = _entered(eqns, env)
     first = len(scribe.entries)
     if rule is Rule.LOWER:
         if any(map(_has_explicit_precision, eqns)):
@@ -66,11 +78,11 @@ def run_occurrence(
             return
         enter = Emitter(Record(eqns[0], ruling, scope.names), region, scribe)
         with source_of(eqns[0]):
-            lowered = _lowered(entering, enter)
+            lowered = _lowered(entered.values, enter)
         interpreter.run_equations(eqns, start, env.overlay(lowered), inner, scribe)
         casts = enter.record.casts
     elif _FORCED[rule] is Rule.FLOAT32 and runs_in_float32(eqns):
-        casts = _in_float32(eqns, start, entering, env, ruling, context, region, scribe)
+        casts = _in_float32(eqns, start, entered, env, ruling, context, region, scribe)
     else:
         casts = []
         forced = ruling._replace(rule=_FORCED[rule])
@@ -85,7 +97,7 @@ def run_occurrence(
     records = [entry for entry in entries if isinstance(entry, Record)]
     records[0].casts[:0] = casts
     leave, stop = Emitter(records[-1], region, scribe), start + len(eqns)
-    _settle(ruling, eqns, stop, entering, env, leave)
+    _settle(ruling, eqns, stop, entered, env, leave)
     for record in records:
         record.returns = tuple(
             env.read(var).dtype if env.used_from(var, stop) else computed
@@ -96,7 +108,7 @@ def run_occurrence(
 def _in_float32(
     eqns: Sequence[JaxprEqn],
     start: int,
-    entering: dict[Any, Value],
+    entered: _Entered,
     env: Environment,
     ruling: Ruling,
     context: Context,
@@ -110,7 +122,7 @@ def _in_float32(
     stop = start + len(eqns)
     outvars = [var for eqn in eqns for var in eqn.outvars if env.used_from(var, stop)]
     enter = Emitter(Record(eqns[0], ruling, ()), region, scribe)
-    narrow = _narrow_results(eqns, outvars, stop, entering, env, ruling, region)
+    narrow = _narrow_results(outvars, stop, entered, env, ruling, region)
     again = recomputable(eqns) and not context.linear
     with source_of(eqns[0]):
         arrays = [
@@ -130,24 +142,20 @@ def _in_float32(
 
 
 def _narrow_results(
-    eqns: Sequence[JaxprEqn],
     outvars: Sequence[Any],
     stop: int,
-    entering: dict[Any, Value],
+    entered: _Entered,
     env: Environment,
     ruling: Ruling,
     region: Options,
 ) -> list[DType | None]:
     """The 16-bit dtypes in which results of a float32 call will be wanted next."""
-    sources = _sources(eqns, entering)
 
     def wanted(var: Any) -> DType | None:
         dtype = _dtypes.dtype_of(var)
         if not _dtypes.eligible(dtype):
             return None
-        leaving = _leaving_dtype(
-            ruling, var, dtype, entering, sources.get(var, frozenset()), region
-        )
+        leaving = _leaving_dtype(ruling, var, dtype, entered, region)
         reader = env.next_reader(var, stop)
         if leaving == FLOAT32 and reader is not None and _is_lowered(reader, region):
             leaving = region.dtype
@@ -185,8 +193,7 @@ def _as_traced(
             yield Group(eqn, list(_as_traced(program.eqns, ruling, inner)))
 
 
-def _entering(eqns: Sequence[JaxprEqn], env: Environment) -> dict[Any, Value]:
-    """Eligible values that enter a call, constants left out."""
+def _entered(eqns: Sequence[JaxprEqn], env: Environment) -> _Entered:
     made = {var for eqn in eqns for var in eqn.outvars}
     found: dict[Any, Value] = {}
     for eqn in eqns:
@@ -196,7 +203,7 @@ def _entering(eqns: Sequence[JaxprEqn], env: Environment) -> dict[Any, Value]:
             value = env.read(var)
             if value.eligible and not value.weak:
                 found[var] = value
-    return found
+    return _Entered(found, _sources(eqns, found))
 
 
 def _lowered(entering: dict[Any, Value], emitter: Emitter) -> dict[Any, Value]:
@@ -217,12 +224,11 @@ def _settle(
     ruling: Ruling,
     eqns: Sequence[JaxprEqn],
     stop: int,
-    entering: dict[Any, Value],
+    entered: _Entered,
     env: Environment,
     emitter: Emitter,
 ) -> None:
     """Brings what leaves a call to the dtype that its rule promises."""
-    sources = _sources(eqns, entering)
     policy = emitter.region.policy
     function = ruling.function
     probability = function is not None and any(
@@ -235,14 +241,7 @@ def _settle(
             value = env.read(var)
             if not value.eligible or value.weak:
                 continue
-            dtype = _leaving_dtype(
-                ruling,
-                var,
-                value.dtype,
-                entering,
-                sources.get(var, frozenset()),
-                emitter.region,
-            )
+            dtype = _leaving_dtype(ruling, var, value.dtype, entered, emitter.region)
             with source_of(eqn):
                 settled = emitter.converted(value, dtype)
             if probability:
@@ -274,18 +273,17 @@ def _leaving_dtype(
     ruling: Ruling,
     var: Any,
     dtype: DType,
-    entering: dict[Any, Value],
-    sources: frozenset[Any],
+    entered: _Entered,
     region: Options,
 ) -> DType:
     """The dtype in which a variable, computed in some dtype, leaves a call."""
-    rule, function = ruling.rule, ruling.function
+    rule, function, values = ruling.rule, ruling.function, entered.values
     if rule is Rule.LOWER:
         return region.dtype
-    if rule not in (Rule.FLOAT32, Rule.INTERNAL_FLOAT32) or not entering:
+    if rule not in (Rule.FLOAT32, Rule.INTERNAL_FLOAT32) or not values:
         return dtype
     traced = var.aval.dtype
-    came_in = {entered.aval.dtype for entered in entering}
+    came_in = {source.aval.dtype for source in values}
     if (
         traced not in came_in
         and _dtypes.eligible(traced)
@@ -296,14 +294,14 @@ def _leaving_dtype(
         return named
     if rule is Rule.FLOAT32:
         return FLOAT32
-    rank = max(v.ndim for v in entering.values())
-    for source in sources:
-        state = entering[source]
+    rank = max(v.ndim for v in values.values())
+    for source in entered.sources.get(var, frozenset()):
+        state = values[source]
         same = state.ndim < rank and state.aval.shape == var.aval.shape
         if same and state.dtype == FLOAT32:
             # Running statistics and the like are state, and keep their float32.
             return FLOAT32
-    return _dtypes.widest(v.dtype for v in entering.values() if v.ndim == rank)
+    return _dtypes.widest(v.dtype for v in values.values() if v.ndim == rank)
 
 
 def _has_explicit_precision(eqn: JaxprEqn) -> bool:

@@ -168,8 +168,7 @@ def _recomputing(
     what is around. On GPUs, unlike CPUs, it computes cheap functions again without.
     """
     costly = _holds(eqns, _COSTLY.__contains__)
-    sums = _holds(eqns, lambda name: name.startswith("reduce_"))
-    round_gradient = costly and not sums
+    round_gradient = costly and not _holds(eqns, _reduces)
     barred = costly or device_type == "cpu"
 
     def widened(array: Any) -> Any:
