@@ -150,7 +150,7 @@ def deciding(records: Sequence[Any], dtypes: set[Any]) -> str:
 
 def _ruling(record: Any) -> str:
     rule, function = record.ruling.rule.value, record.ruling.function
-    primitive = record.ruling.source.rsplit(" in ", 1)[0]
+    primitive = record.ruling.label
     entry = function.name if function else _OLDER.get(primitive, primitive)
     return f"{_SAID.get(rule, rule)}: `{entry}`"
 

@@ -23,7 +23,7 @@ from jamp._errors import BannedOpError, JampWarning
 from jamp._functions import Function
 from jamp._occurrence import run_occurrence
 from jamp._policy import RECIPROCAL, Policy, Rule
-from jamp._records import Record, Ruling
+from jamp._records import Origin, Record, Ruling
 from jamp._regions import Options, Scope
 from jamp._rules import STRUCTURAL, handler
 from jamp._rules.plain import run_as_traced
@@ -292,12 +292,12 @@ def user_ruling(scope: Scope) -> Ruling | None:
     region = scope.region
     assert region is not None  # noqa: S101 - see Context.region
     if not region.enabled:
-        return Ruling(Rule.AS_TRACED, "region with enabled=False")
+        return Ruling(Rule.AS_TRACED, Origin.REGION)
     if region.policy.scopes:
         found = region.policy.scope_rule(scope.names)
         if found is not None:
-            source = f"scope {found[0]!r} in {region.policy.name}"
-            return Ruling(found[1], source)
+            pattern, rule = found
+            return Ruling(rule, Origin.SCOPE, pattern, region.policy.name)
     return None
 
 
@@ -311,8 +311,8 @@ def primitive_ruling(
         name = RECIPROCAL if RECIPROCAL in rules else name
     rule = rules.get(name)
     if rule is None:
-        return Ruling(Rule.AS_TRACED, f"{name} is unknown to {policy.name}")
-    return Ruling(rule, f"{name} in {policy.name}")
+        return Ruling(Rule.AS_TRACED, Origin.DEFAULT, name, policy.name)
+    return Ruling(rule, Origin.PRIMITIVE, name, policy.name)
 
 
 def _continues(group: Sequence[Step], step: Step) -> bool:

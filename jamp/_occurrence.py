@@ -12,7 +12,16 @@ from jamp._dtypes import FLOAT32, DType
 from jamp._emit import Emitter, Scribe, source_of
 from jamp._functions import Function
 from jamp._policy import Rule
-from jamp._records import MATMULS, Cast, Entry, Group, Record, Ruling, originals
+from jamp._records import (
+    MATMULS,
+    Cast,
+    Entry,
+    Group,
+    Origin,
+    Record,
+    Ruling,
+    originals,
+)
 from jamp._regions import Options, Scope
 from jamp._rules.matmul import explicit_precision
 from jamp._segments import recomputable, run_segment, runs_in_float32
@@ -68,7 +77,7 @@ def run_occurrence(
     region = scope.region
     assert region is not None  # noqa: S101 - the root scope always has one
     rule = region.policy.function_rules[function]
-    ruling = Ruling(rule, f"{function.name} in {region.policy.name}", function)
+    ruling = Ruling(rule, Origin.FUNCTION, function, region.policy.name)
     inner = context._replace(inside=context.inside | {function})
     entered = _entered(eqns, env)
     first = len(scribe.entries)

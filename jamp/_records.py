@@ -5,6 +5,7 @@ Reports, errors and tests read these; nothing else derives them again.
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -21,12 +22,57 @@ from jamp._policy import Rule
 MATMULS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 
 
+class Origin(enum.Enum):
+    """What gave an equation its rule."""
+
+    REGION = "region"
+    SCOPE = "scope"
+    FUNCTION = "function"
+    PRIMITIVE = "primitive"
+    DEFAULT = "default"
+    OPAQUE = "opaque"
+
+
 class Ruling(NamedTuple):
-    """A rule, and where it came from in words."""
+    """A rule, and where it came from.
+
+    Attributes:
+      rule: the rule.
+      origin: what gave it: a region with `enabled=False`, an entry of the policy, or,
+        where the policy's entry cannot hold, the equation itself.
+      entry: the pattern of a scope, the function, or the primitive's name.
+      policy: the policy's name.
+    """
 
     rule: Rule
-    source: str
-    function: Function | None = None
+    origin: Origin
+    entry: str | Function = ""
+    policy: str = ""
+
+    @property
+    def function(self) -> Function | None:
+        """The listed function, if it is one's rule."""
+        return self.entry if isinstance(self.entry, Function) else None
+
+    @property
+    def label(self) -> str:
+        """The entry, for people to read."""
+        if self.origin is Origin.SCOPE:
+            return f"scope {self.entry!r}"
+        return self.entry.name if isinstance(self.entry, Function) else self.entry
+
+    @property
+    def source(self) -> str:
+        """Where the rule came from, for people to read."""
+        if self.origin is Origin.REGION:
+            return "region with enabled=False"
+        if self.origin is Origin.DEFAULT:
+            return f"{self.label} is unknown to {self.policy}"
+        if self.origin is Origin.OPAQUE:
+            if self.entry in MATMULS:
+                return "precision asked for in the program"
+            return f"{self.label} runs only in the dtypes it was traced in"
+        return f"{self.label} in {self.policy}"
 
 
 class Cast(NamedTuple):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from jamp._policy import Policy, Rule
 from jamp._policy_toml import BUILTIN
+from jamp._records import Origin
 from jamp._report.operations import Counted
 from jamp._report.rows import share
 
@@ -40,13 +41,12 @@ def unused_entries(policy: Policy, program: Counted) -> tuple[PolicyEntry, ...]:
     """
     rulings = [op.record.ruling for op in program.operations]
     functions = {r.function.name for r in rulings if r.function}
-    sources = {r.source for r in rulings}
+    others = {(r.origin, r.entry) for r in rulings if r.policy == policy.name}
 
     def used(kind: str, name: str) -> bool:
-        if kind == "function":
-            return name in functions
-        label = f"scope {name!r}" if kind == "scope" else name
-        return f"{label} in {policy.name}" in sources
+        return (
+            name in functions if kind == "function" else (Origin(kind), name) in others
+        )
 
     entries = set(_entries(policy))
     added = min((entries - set(_entries(Policy.load(b))) for b in BUILTIN), key=len)

@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn, jaxprs_in_params
 from jamp import _dtypes
 from jamp._origin import Location, location
 from jamp._policy import Rule
-from jamp._records import MATMULS, Entry, Record
+from jamp._records import MATMULS, Entry, Origin, Record
 from jamp._regions import Options, Scope
 from jamp._rules import STRUCTURAL
 
@@ -60,17 +60,23 @@ class Operation:
     @property
     def unknown(self) -> bool:
         """Whether it ran as traced because the policy does not know it."""
-        return "is unknown to" in self.record.ruling.source
+        return self.record.ruling.origin is Origin.DEFAULT
+
+    @property
+    def uncast(self) -> str | None:
+        """The dtype that keeps a matmul from its rule, as complex numbers do."""
+        if self.record.ruling.rule is Rule.LOWER and self.matmul:
+            for dtype in self.record.operands[:2]:
+                if not _dtypes.eligible(dtype):
+                    return str(dtype)
+        return None
 
     @property
     def reason(self) -> str:
         """Where its rule comes from, or why the rule changes nothing."""
-        ruling = self.record.ruling
-        if ruling.rule is Rule.LOWER and self.matmul:
-            for dtype in self.record.operands[:2]:
-                if not _dtypes.eligible(dtype):
-                    return f"{dtype} is not cast"
-        return ruling.source
+        if self.uncast is not None:
+            return f"{self.uncast} is not cast"
+        return self.record.ruling.source
 
     @property
     def flops(self) -> float:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from jamp._report.operations import Module
 from jamp._report.rows import Row, rows
-from jamp._report.text import figures, summary, why
+from jamp._report.text import figures, summary
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -56,7 +56,7 @@ def _operations(report: Report) -> Table:
         table.add_row(
             Text(row.name),
             _dtypes(row),
-            Text(why(row, report, row.entry)),
+            Text(row.briefly_why(report.options.policy.name, row.entry)),
             Text(row.where),
         )
     return table

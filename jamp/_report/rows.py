@@ -11,6 +11,7 @@ from typing import Any
 
 from jamp import _dtypes
 from jamp._policy import Rule
+from jamp._records import Origin
 from jamp._report.operations import Counted, Operation
 
 _EXACT = ("bool", "int", "uint")
@@ -98,10 +99,28 @@ class Row(Counted):
     @property
     def why(self) -> str:
         """The rule and where it comes from."""
-        reason, ruling = self.first.reason, self.first.record.ruling
-        if ruling.rule is Rule.AS_TRACED or reason != ruling.source:
+        return self._why(self.first.reason)
+
+    def briefly_why(self, policy: str, name: str) -> str:
+        """The same, without what the reader knows already.
+
+        Args:
+          policy: the name of the policy in force.
+          name: what the row is called.
+        """
+        ruling = self.first.record.ruling
+        listed = ruling.origin in (Origin.SCOPE, Origin.FUNCTION, Origin.PRIMITIVE)
+        if self.first.uncast is not None or not listed or ruling.policy != policy:
+            return self.why
+        if ruling.label == name and ruling.rule is not Rule.AS_TRACED:
+            return f"{ruling.rule.value}"
+        return self._why(ruling.label)
+
+    def _why(self, reason: str) -> str:
+        rule = self.rule
+        if rule is Rule.AS_TRACED or self.first.uncast is not None:
             return reason
-        return f"{ruling.rule.value}: {reason}"
+        return f"{rule.value}: {reason}"
 
     @property
     def place(self) -> str:

@@ -52,19 +52,13 @@ def summary(report: Report) -> Iterator[str]:
         )
 
 
-def why(row: Row, report: Report, name: str) -> str:
-    """Why, without the policy and the name if header and row say them already."""
-    reason = row.why.removesuffix(f" in {report.options.policy.name}")
-    return reason.removesuffix(f": {name}")
-
-
 def _function(row: Row, report: Report) -> tuple[str, ...]:
-    reason = why(row, report, row.entry)
+    reason = row.briefly_why(report.options.policy.name, row.entry)
     return (row.brief, *_dtypes(row), reason, row.where, str(row.casts or ""))
 
 
 def _equation(row: Row, report: Report) -> tuple[str, ...]:
-    reason = why(row, report, row.primitive)
+    reason = row.briefly_why(report.options.policy.name, row.primitive)
     return (row.primitive, *_dtypes(row), reason, row.where, row.conversions)
 
 

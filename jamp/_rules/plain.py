@@ -12,7 +12,7 @@ from jamp import _dtypes
 from jamp._dtypes import FLOAT32, DType
 from jamp._emit import Emitter, bind
 from jamp._policy import Rule
-from jamp._records import MATMULS
+from jamp._records import MATMULS, Origin, Ruling
 from jamp._regions import Options
 from jamp._rules.dtypes import Dtypes, choose
 from jamp._rules.matmul import explicit_precision, product_params
@@ -40,11 +40,7 @@ def run_plain(site: Site) -> list[Value]:
     _, eqn, operands, context, emitter = site
     ruling = emitter.record.ruling
     if ruling.rule is not Rule.AS_TRACED and _bound_to_dtypes(eqn):
-        source = f"{eqn.primitive.name} holds a program in the dtypes it was traced in"
-        if eqn.primitive.name in MATMULS:
-            source = "precision asked for in the program"
-        ruling = ruling._replace(rule=Rule.AS_TRACED, source=source)
-        emitter.record.ruling = ruling
+        ruling = emitter.record.ruling = _opaque(eqn)
     dtypes = choose(ruling.rule, eqn, operands, context.region.dtype)
     return emit(eqn, operands, dtypes, emitter)
 
@@ -52,12 +48,14 @@ def run_plain(site: Site) -> list[Value]:
 def run_as_traced(site: Site) -> list[Value]:
     """Runs an equation in the dtypes it was traced in, whatever its rule."""
     _, eqn, operands, _, emitter = site
-    source = f"{eqn.primitive.name} takes more than arrays"
-    emitter.record.ruling = emitter.record.ruling._replace(
-        rule=Rule.AS_TRACED, source=source
-    )
+    emitter.record.ruling = _opaque(eqn)
     dtypes = choose(Rule.AS_TRACED, eqn, operands, emitter.region.dtype)
     return emit(eqn, operands, dtypes, emitter)
+
+
+def _opaque(eqn: JaxprEqn) -> Ruling:
+    """The rule of an equation that can only run as traced."""
+    return Ruling(Rule.AS_TRACED, Origin.OPAQUE, eqn.primitive.name)
 
 
 def _bound_to_dtypes(eqn: JaxprEqn) -> bool:
