@@ -15,6 +15,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jamp._dtypes import DType
+from jamp._plan import primitives
 
 
 class Interval(NamedTuple):
@@ -87,30 +88,7 @@ _ARITHMETIC: Mapping[str, Callable[..., Interval | None]] = {
     "select_n": _union,
     "concatenate": _union,
     "pad": _union,
-    **dict.fromkeys(
-        (
-            "broadcast_in_dim",
-            "broadcast_to",
-            "convert_element_type",
-            "copy",
-            "copy_p",
-            "dynamic_slice",
-            "expand_dims",
-            "name",
-            "reshape",
-            "reshard",
-            "rev",
-            "sharding_constraint",
-            "slice",
-            "split",
-            "squeeze",
-            "stop_gradient",
-            "tile",
-            "transpose",
-            "with_memory_space_constraint",
-        ),
-        lambda x: x,
-    ),
+    **dict.fromkeys(primitives.KEEPING_RANGE, lambda x, *_: x),
 }
 
 

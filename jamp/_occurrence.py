@@ -11,9 +11,9 @@ from jamp import _dtypes
 from jamp._dtypes import FLOAT32, DType
 from jamp._emit import Emitter, Scribe, source_of
 from jamp._functions import Function
+from jamp._plan import primitives
 from jamp._policy import Rule
 from jamp._records import (
-    MATMULS,
     Cast,
     Entry,
     Group,
@@ -176,7 +176,7 @@ def _narrow_results(
 def _is_lowered(eqn: JaxprEqn, region: Options) -> bool:
     name = eqn.primitive.name
     return (
-        name in MATMULS
+        name in primitives.MATMULS
         and region.policy.primitive_rules.get(name) is Rule.LOWER
         and not explicit_precision(eqn)
     )
@@ -314,7 +314,7 @@ def _leaving_dtype(
 
 
 def _has_explicit_precision(eqn: JaxprEqn) -> bool:
-    if eqn.primitive.name in MATMULS:
+    if eqn.primitive.name in primitives.MATMULS:
         return explicit_precision(eqn)
     return any(
         _has_explicit_precision(inner)

@@ -17,9 +17,8 @@ from jamp import _dtypes
 from jamp._dtypes import DType
 from jamp._functions import Function
 from jamp._origin import Location, location
+from jamp._plan import primitives
 from jamp._policy import Rule
-
-MATMULS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 
 
 class Origin(enum.Enum):
@@ -69,7 +68,7 @@ class Ruling(NamedTuple):
         if self.origin is Origin.DEFAULT:
             return f"{self.label} is unknown to {self.policy}"
         if self.origin is Origin.OPAQUE:
-            if self.entry in MATMULS:
+            if self.entry in primitives.MATMULS:
                 return "precision asked for in the program"
             return f"{self.label} runs only in the dtypes it was traced in"
         return f"{self.label} in {self.policy}"
@@ -123,7 +122,7 @@ class Record:
     @property
     def flops(self) -> float:
         """Floating-point operations, counted for matmuls and convolutions only."""
-        return flops(self.eqn) if self.primitive in MATMULS else 0.0
+        return flops(self.eqn) if self.primitive in primitives.MATMULS else 0.0
 
     @property
     def low(self) -> bool:

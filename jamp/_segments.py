@@ -25,24 +25,8 @@ from jamp import _dtypes
 from jamp._compat import INLINE, under_trace
 from jamp._dtypes import FLOAT32, DType
 from jamp._emit import bind
+from jamp._plan import primitives
 
-# What costs next to nothing to compute again beside reading what it was computed from.
-_CHEAP = frozenset(
-    """
-    abs add add_any and broadcast_in_dim ceil clamp concatenate convert_element_type cos
-    cosh custom_jvp_call div eq erf erfc exp exp2 expand_dims expm1 floor gather ge gt
-    integer_pow iota is_finite jit le log log1p logistic lt max min mul ne neg not
-    one_minus_square or pjit pow reduce_and reduce_max reduce_min reduce_or reduce_sum
-    reshape round rsqrt select_n sign sin sinh slice sqrt square squeeze stop_gradient
-    sub tan tanh transpose xor
-    """.split()
-)
-# What XLA does not compute again in each kernel that reads it.
-_COSTLY = frozenset(
-    """
-    cos cosh erf erfc exp exp2 expm1 log log1p logistic pow sin sinh tan tanh
-    """.split()
-)
 _LIMIT = 1024
 _functions: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()
 
@@ -66,7 +50,7 @@ def _castable(dtype: Any) -> bool:
 
 def recomputable(eqns: Sequence[JaxprEqn]) -> bool:
     """Whether some equations are cheap enough for the backward pass to run again."""
-    return not _holds(eqns, lambda name: name not in _CHEAP)
+    return not _holds(eqns, lambda name: name not in primitives.CHEAP)
 
 
 def _holds(eqns: Sequence[JaxprEqn], test: Callable[[str], bool]) -> bool:
@@ -140,7 +124,7 @@ def _runner(
 def _reduces(primitive: Any, *operands: Any, **params: Any) -> bool:
     """Whether a result is worth saving: it is small and takes a pass to compute."""
     del operands, params
-    return str(primitive).startswith("reduce_")
+    return str(primitive) in primitives.REDUCTIONS
 
 
 def _narrowing(
@@ -167,7 +151,7 @@ def _recomputing(
     Barriers keep XLA from sharing it with the forward pass, and from fusing it with
     what is around. On GPUs, unlike CPUs, it computes cheap functions again without.
     """
-    costly = _holds(eqns, _COSTLY.__contains__)
+    costly = _holds(eqns, primitives.TRANSCENDENTAL.__contains__)
     round_gradient = costly and not _holds(eqns, _reduces)
     barred = costly or device_type == "cpu"
 

@@ -14,6 +14,7 @@ from jax.extend.core import jaxprs_in_params
 from jamp import _dtypes, _regions
 from jamp._emit import Scribe
 from jamp._interpret import Context, Interpreter
+from jamp._plan import primitives
 from jamp._regions import Options, Scope
 from jamp._values import Value
 
@@ -81,14 +82,6 @@ def trace(fn: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> T
     return Traced(program, rebuild)
 
 
-# Operations without 16-bit kernels. Some releases of JAX refuse 16-bit operands of them
-# while a program is traced, others later; code around them asks for their dtype's eps.
-_FLOAT32_ONLY = frozenset(
-    "cholesky eig eigh geqrf householder_product lu ormqr qr schur svd "
-    "triangular_solve tridiagonal_solve".split()
-)
-
-
 def _make_jaxpr(flat: Callable[[list[Any]], Any], arrays: list[Any]) -> Any:
     """Traces as written; as if in float32 where 16-bit arguments cannot be traced."""
     avals = [jax.typeof(array) for array in arrays]
@@ -111,7 +104,7 @@ def _make_jaxpr(flat: Callable[[list[Any]], Any], arrays: list[Any]) -> Any:
 def _refuses_16_bits(program: Any) -> bool:
     return any(
         any(_dtypes.narrow(_dtypes.dtype_of(var)) for var in eqn.invars)
-        if eqn.primitive.name in _FLOAT32_ONLY
+        if eqn.primitive.name in primitives.FLOAT32_ONLY
         else any(map(_refuses_16_bits, jaxprs_in_params(eqn.params)))
         for eqn in program.eqns
     )

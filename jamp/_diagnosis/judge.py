@@ -13,6 +13,7 @@ from jamp._diagnosis.measure import LOWEST_EXPONENT
 from jamp._diagnosis.program import Outcome
 from jamp._diagnosis.walk import Ledger, Measured
 from jamp._dtypes import narrow
+from jamp._plan import primitives
 
 # Roundings that are independent of each other add up as the root of their number. What
 # is further from float32 than this many times as much is no rounding any more.
@@ -38,8 +39,6 @@ UNDERFLOWED = 0.5
 # Of the operations that introduced an error, those with at least this share of what the
 # worst of them introduced.
 SUSPECT = 0.5
-# Functions of one number, each rounded once: what is more than that came with it.
-_FUNCTIONS = frozenset({"cos", "exp", "exp2", "expm1", "log", "log1p", "sin", "tan"})
 
 
 @dataclass(frozen=True)
@@ -210,7 +209,7 @@ def _passes_on(measured: Measured) -> bool:
         return True
     exact = ROUNDINGS * float(jnp.finfo(site.dtype).eps)
     return (
-        site.eqn.primitive.name in _FUNCTIONS
+        site.eqn.primitive.name in primitives.FUNCTIONS
         and kind_of(measured) == "precision"
         and found.error > exact
     )

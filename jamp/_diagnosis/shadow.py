@@ -13,8 +13,8 @@ from jamp import _dtypes
 from jamp._diagnosis.measure import Pair, has_shadow, wide_dtype
 from jamp._dtypes import FLOAT32
 from jamp._emit import bind
-from jamp._records import MATMULS
-from jamp._rules.plain import SCATTERS, scatter
+from jamp._plan import primitives
+from jamp._rules.plain import scatter
 
 # XLA may otherwise leave out the very roundings that are to be measured.
 EXACTLY = {"xla_allow_excess_precision": False}
@@ -59,7 +59,7 @@ def _run_wide(eqn: JaxprEqn, operands: Sequence[Pair]) -> list[Any]:
         return arrays
     if not any(map(_is_narrow, (*eqn.invars, *eqn.outvars))):
         return bind(eqn, arrays)
-    if name in SCATTERS:
+    if name in primitives.SCATTERS:
         return [scatter(eqn, arrays)]
     if _is_opaque(eqn):
         narrowed = [
@@ -77,14 +77,9 @@ def _is_narrow(atom: Any) -> bool:
 
 def _is_opaque(eqn: JaxprEqn) -> bool:
     """Whether an equation runs only in the dtypes that it stands in."""
-    return eqn.primitive.name in _OPAQUE or any(
+    return eqn.primitive.name in primitives.DTYPE_BOUND or any(
         True for _ in jaxprs_in_params(eqn.params)
     )
-
-
-_OPAQUE = frozenset(
-    {"bitcast_convert_type", "call_hi_primitive", "ffi_call", "pure_callback"}
-)
 
 
 def _like(array: Any, other: Any) -> Any:
@@ -98,7 +93,7 @@ def _wide_params(eqn: JaxprEqn) -> dict[str, Any]:
         for name, value in eqn.params.items()
         if name.endswith(("dtype", "element_type")) and _names_narrow(value)
     }
-    if eqn.primitive.name in MATMULS:
+    if eqn.primitive.name in primitives.MATMULS:
         params["precision"] = _HIGHEST
     return params
 

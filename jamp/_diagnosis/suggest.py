@@ -18,7 +18,7 @@ from jamp._diagnosis.walk import Site
 from jamp._dtypes import BFLOAT16, FLOAT16, narrow
 from jamp._functions import Function
 from jamp._origin import is_users
-from jamp._records import MATMULS
+from jamp._plan import primitives
 
 # A suggested loss scale leaves room for gradients that are larger.
 HEADROOM = 4.0
@@ -69,11 +69,11 @@ def changes_for(fault: Fault, examination: Examination) -> list[Change]:
     rules = _rules(fault, examination)
     small = [rule for rule, share in rules if share <= BROAD]
     places = [rule for rule in small if rule.kind != "primitive"]
-    primitives = [rule for rule in small if rule.kind == "primitive"]
+    everywhere = [rule for rule in small if rule.kind == "primitive"]
     regions = list(_regions(fault))
 
     sites = [m.site for m in examination.measured]
-    matmuls = [site for site in sites if site.eqn.primitive.name in MATMULS]
+    matmuls = list(filter(_is_matmul, sites))
 
     def reaches_further(rule: Change) -> bool:
         # What a function or a module takes with it, other than matmuls, costs little.
@@ -88,9 +88,13 @@ def changes_for(fault: Fault, examination: Examination) -> list[Change]:
     # 1, which makes small gradients smaller.
     return [
         *(change for change in scales if change.value >= 1),
-        *sorted([*places, *primitives, *regions], key=reaches_further),
+        *sorted([*places, *everywhere, *regions], key=reaches_further),
         *(change for change in scales if change.value < 1),
     ]
+
+
+def _is_matmul(site: Site) -> bool:
+    return site.eqn.primitive.name in primitives.MATMULS
 
 
 def last_resorts(examination: Examination) -> list[Change]:
@@ -111,7 +115,7 @@ def _rules(fault: Fault, examination: Examination) -> list[tuple[Change, float]]
         return []
     site = fault.measured.site
     narrowing = [m.site for m in examination.measured if narrow(m.site.dtype)]
-    matmuls = [site for site in narrowing if site.eqn.primitive.name in MATMULS]
+    matmuls = list(filter(_is_matmul, narrowing))
 
     def share(change: Change) -> float:
         # Of a single matmul there is no share.

@@ -27,19 +27,9 @@ from jamp._diagnosis.measure import (
     state_of,
 )
 from jamp._diagnosis.shadow import EXACTLY, as_pair, run_pair
+from jamp._plan import primitives
 from jamp._regions import Scope
 from jamp._rules.programs import closed
-
-# Equations that call one program, and the parameter that holds it.
-_CALLS = {
-    "call": "call_jaxpr",
-    "closed_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vmap_call": "call",
-    "jit": "jaxpr",
-    "remat2": "jaxpr",
-}
 
 Steps = dict[Hashable, Callable[..., list[Pair]]]
 
@@ -250,8 +240,9 @@ class Walk:
         self, eqn: JaxprEqn, operands: Sequence[Value], place: Place
     ) -> list[Value]:
         name = eqn.primitive.name
-        if name in _CALLS:
-            return self.run(eqn.params[_CALLS[name]], operands, place.enter(eqn))
+        if name in primitives.CALLS:
+            program = eqn.params[primitives.CALLS[name]]
+            return self.run(program, operands, place.enter(eqn))
         if name in loops.RUNS:
             results = loops.RUNS[name](self, eqn, operands, place.enter(eqn))
         else:
@@ -320,6 +311,6 @@ def count_equations(program: Any) -> int:
     """How many equations a walk goes through, a loop counted as one."""
     total = 0
     for eqn in closed(program).jaxpr.eqns:
-        name = eqn.primitive.name
-        total += count_equations(eqn.params[_CALLS[name]]) if name in _CALLS else 1
+        param = primitives.CALLS.get(eqn.primitive.name)
+        total += 1 if param is None else count_equations(eqn.params[param])
     return total

@@ -13,8 +13,9 @@ from jax.extend.core import JaxprEqn, jaxprs_in_params
 
 from jamp import _dtypes
 from jamp._origin import Location, location
+from jamp._plan import primitives
 from jamp._policy import Rule
-from jamp._records import MATMULS, Entry, Origin, Record
+from jamp._records import Entry, Origin, Record
 from jamp._regions import Options, Scope
 from jamp._rules import STRUCTURAL
 
@@ -48,7 +49,7 @@ class Operation:
     @property
     def matmul(self) -> bool:
         """Whether it is a matmul or a convolution."""
-        return self.record.primitive in MATMULS
+        return self.record.primitive in primitives.MATMULS
 
     @property
     def decided(self) -> bool:

@@ -13,10 +13,9 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 
 from jamp._dtypes import DType
+from jamp._plan import primitives
 from jamp._report.operations import elements
 
-# What they make is, in torch's words, a view: no buffer of its own.
-_VIEWS = {"reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim"}
 _CALLS = {"jit", "closed_call"}
 
 
@@ -162,7 +161,7 @@ class _Makers:
                 if made not in program.invars:
                     return made
                 var = eqn.invars[program.invars.index(made)]
-            elif eqn.primitive.name in _VIEWS:
+            elif eqn.primitive.name in primitives.VIEWS:
                 var = eqn.invars[0]
             else:
                 return _Made(self._call, var, eqn)

@@ -10,29 +10,9 @@ from jax.extend.core import JaxprEqn
 
 from jamp import _constants, _dtypes
 from jamp._dtypes import FLOAT32, DType
+from jamp._plan import primitives
 from jamp._policy import Rule
 from jamp._values import Value
-
-# Their operands need not agree in dtype.
-_INDEPENDENT = frozenset(
-    {
-        "all_gather",
-        "all_gather_invariant",
-        "all_to_all",
-        "approx_top_k",
-        "optimization_barrier",
-        "pbroadcast",
-        "pmax",
-        "pmin",
-        "ppermute",
-        "psum",
-        "psum_invariant",
-        "pvary",
-        "reduce_scatter",
-        "sort",
-        "top_k",
-    }
-)
 
 
 class Dtypes(NamedTuple):
@@ -71,7 +51,7 @@ def choose(rule: Rule, eqn: JaxprEqn, operands: Sequence[Value], low: DType) -> 
 def _enlarges(eqn: JaxprEqn, operands: Sequence[Value]) -> bool:
     """Whether an equation repeats values of the program; see `_operand`."""
     return (
-        eqn.primitive.name in ("broadcast_in_dim", "broadcast_to", "tile")
+        eqn.primitive.name in primitives.ENLARGING
         and operands[0].aval.size != math.prod(_dtypes.shape_of(eqn.outvars[0]))
         and not operands[0].weak
     )
@@ -90,7 +70,7 @@ def _promote(eqn: JaxprEqn, operands: Sequence[Value]) -> Dtypes:
     """The widest dtype of the operands; constants and scalars follow the others."""
     floats = [v for v in operands if v.eligible]
     firm = [v for v in floats if not v.weak]
-    if eqn.primitive.name in _INDEPENDENT or not floats:
+    if eqn.primitive.name in primitives.INDEPENDENT or not floats:
         return Dtypes((None,) * len(operands))
     arrays = [v for v in firm if v.traits.rank > 0] or firm
     if not arrays:

@@ -11,28 +11,15 @@ from jax.extend.core import JaxprEqn, jaxprs_in_params
 from jamp import _dtypes
 from jamp._dtypes import FLOAT32, DType
 from jamp._emit import Emitter, bind
+from jamp._plan import primitives
 from jamp._policy import Rule
-from jamp._records import MATMULS, Origin, Ruling
+from jamp._records import Origin, Ruling
 from jamp._regions import Options
 from jamp._rules.dtypes import Dtypes, choose
 from jamp._rules.matmul import explicit_precision, product_params
 from jamp._rules.site import Site
 from jamp._rules.traits import result_traits
 from jamp._values import Value
-
-# Elementwise primitives that broadcast dimensions of size one, and scalars.
-_BROADCASTING = frozenset(
-    {"add", "atan2", "div", "max", "min", "mul", "pow", "rem", "sub"}
-)
-
-SCATTERS = {
-    "scatter": jax.lax.scatter,
-    "scatter-add": jax.lax.scatter_add,
-    "scatter-max": jax.lax.scatter_max,
-    "scatter-min": jax.lax.scatter_min,
-    "scatter-mul": jax.lax.scatter_mul,
-    "scatter-sub": jax.lax.scatter_sub,
-}
 
 
 def run_plain(site: Site) -> list[Value]:
@@ -61,9 +48,11 @@ def _opaque(eqn: JaxprEqn) -> Ruling:
 def _bound_to_dtypes(eqn: JaxprEqn) -> bool:
     """Whether an equation can only run as traced, whatever its rule."""
     name = eqn.primitive.name
-    if name in MATMULS:
+    if name in primitives.MATMULS:
         return explicit_precision(eqn)
-    return name not in SCATTERS and any(True for _ in jaxprs_in_params(eqn.params))
+    return name not in primitives.SCATTERS and any(
+        True for _ in jaxprs_in_params(eqn.params)
+    )
 
 
 def emit(
@@ -104,7 +93,10 @@ def _operand(eqn: JaxprEqn, value: Value, dtype: DType, emitter: Emitter) -> Any
     The gradient of what an equation broadcasts is a sum: it is broadcast in float32, so
     that the sum is taken in float32 too, and rounded afterwards.
     """
-    if eqn.primitive.name not in _BROADCASTING or dtype not in _dtypes.LOW_DTYPES:
+    if (
+        eqn.primitive.name not in primitives.BROADCASTING
+        or dtype not in _dtypes.LOW_DTYPES
+    ):
         return emitter.cast(value, dtype)
     shape = _dtypes.shape_of(eqn.outvars[0])
     if value.aval.shape == shape or value.weak:
@@ -121,9 +113,9 @@ def _bind_changed(
     eqn: JaxprEqn, arrays: Sequence[Any], dtypes: Sequence[Any], region: Options
 ) -> list[Any]:
     """Binds with parameters that fit the new dtypes of the operands."""
-    if eqn.primitive.name in SCATTERS:
+    if eqn.primitive.name in primitives.SCATTERS:
         return [scatter(eqn, arrays)]
-    if eqn.primitive.name in MATMULS:
+    if eqn.primitive.name in primitives.MATMULS:
         params = product_params(eqn, _dtypes.widest(dtypes[:2]), region.device_type)
         return bind(eqn, arrays, **params)
     return bind(eqn, arrays)
@@ -132,7 +124,8 @@ def _bind_changed(
 def scatter(eqn: JaxprEqn, arrays: Sequence[Any]) -> Any:
     """Scatters in other dtypes: an equation's program for one element is in its own."""
     operand, indices, updates = arrays
-    return SCATTERS[eqn.primitive.name](
+    public = getattr(jax.lax, eqn.primitive.name.replace("-", "_"))
+    return public(
         operand,
         indices,
         updates,

@@ -9,31 +9,9 @@ from jax.extend.core import JaxprEqn
 
 from jamp import _constants, _dtypes
 from jamp._emit import Emitter
+from jamp._plan import primitives
 from jamp._policy import Rule
-from jamp._records import MATMULS
 from jamp._values import Traits, Value
-
-# They move data, so that what is known of their operand is known of their result.
-_MOVEMENT = frozenset(
-    {
-        "broadcast_in_dim",
-        "broadcast_to",
-        "convert_element_type",
-        "copy",
-        "copy_p",
-        "name",
-        "optimization_barrier",
-        "reshape",
-        "reshard",
-        "rev",
-        "sharding_constraint",
-        "slice",
-        "squeeze",
-        "transpose",
-        "with_memory_space_constraint",
-    }
-)
-_KEEPS_PROBABILITY = frozenset({"add", "clamp", "max", "min", "mul", "neg", "sub"})
 
 
 def result_traits(
@@ -49,18 +27,18 @@ def result_traits(
         numbers = floats or [v for v in operands if _dtypes.integer(v.dtype)]
         if all(v.weak for v in numbers):
             interval = _constants.propagate(eqn, [v.traits.interval for v in numbers])
-    if name in MATMULS:
+    if name in primitives.MATMULS:
         return Traits(rank=rank, product=all(d in _dtypes.LOW_DTYPES for d in used[:2]))
     unsafe = emitter.region.policy.unsafe
     if any(name in u.of for u in unsafe):
         return Traits(rank=rank, probability=True)
-    if name in _MOVEMENT and floats:
+    if name in primitives.MOVEMENT and floats:
         source = floats[0].traits
         return source._replace(
             interval=interval, rank=_rank_after(eqn, source.rank, rank)
         )
     traits = Traits(interval, rank)
-    if unsafe and name in _KEEPS_PROBABILITY:
+    if unsafe and name in primitives.KEEPING_PROBABILITY:
         firm = [v for v in floats if not v.weak]
         if len(firm) == 1 and firm[0].traits.probability:
             return traits._replace(probability=True, rounded=firm[0].traits.rounded)

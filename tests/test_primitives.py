@@ -1,0 +1,41 @@
+"""Every primitive that jamp names exists in the JAX at hand."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Collection
+
+import jax
+import jax.lax.linalg
+import pytest
+from jax.extend.core import Primitive
+
+from jamp._plan import primitives
+
+# Those that only one end of the supported releases has.
+ONE_RELEASE = {"call": "0.10", "closed_call": "0.10", "one_minus_square": "0.12"}
+
+TABLES = {
+    name: table
+    for name, table in vars(primitives).items()
+    if name.isupper() and isinstance(table, Collection)
+}
+
+
+def known() -> set[str]:
+    """Names of all primitives that there are."""
+    return {found.name for found in gc.get_objects() if isinstance(found, Primitive)}
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_every_primitive_of_a_table_exists_in_jax(table):
+    release = ".".join(jax.__version__.split(".")[:2])
+    expected = {
+        name for name in TABLES[table] if ONE_RELEASE.get(name, release) == release
+    }
+    assert not expected - known()
+
+
+def test_a_name_of_one_release_is_unknown_to_the_other():
+    release = ".".join(jax.__version__.split(".")[:2])
+    assert not {n for n, r in ONE_RELEASE.items() if r != release} & known()
