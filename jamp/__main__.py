@@ -15,9 +15,9 @@ import jax
 
 from jamp import Diagnosis, Policy, Report, __version__, diagnose, explain
 from jamp._errors import JampError
-from jamp._policy import Rule
 from jamp._processor import multiplies_bfloat16
 from jamp._regions import device_kind
+from jamp._rule import Rule
 from jamp._target import Inputs, load_function, load_inputs, users_code
 
 _BFLOAT16 = {

@@ -22,9 +22,10 @@ from jamp._emit import Emitter, Scribe, source_of
 from jamp._errors import BannedOpError, JampWarning
 from jamp._functions import Function
 from jamp._occurrence import run_occurrence
-from jamp._policy import RECIPROCAL, Policy, Rule
+from jamp._policy import Policy
 from jamp._records import Origin, Record, Ruling
 from jamp._regions import Options, Scope
+from jamp._rule import RECIPROCAL, Rule
 from jamp._rules import STRUCTURAL, handler
 from jamp._rules.plain import run_as_traced
 from jamp._rules.site import Site

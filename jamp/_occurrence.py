@@ -12,7 +12,6 @@ from jamp._dtypes import FLOAT32, DType
 from jamp._emit import Emitter, Scribe, source_of
 from jamp._functions import Function
 from jamp._plan import primitives
-from jamp._policy import Rule
 from jamp._records import (
     Cast,
     Entry,
@@ -23,6 +22,7 @@ from jamp._records import (
     originals,
 )
 from jamp._regions import Options, Scope
+from jamp._rule import Rule
 from jamp._rules.matmul import explicit_precision
 from jamp._segments import recomputable, run_segment, runs_in_float32
 from jamp._values import Value

@@ -2,56 +2,21 @@
 
 from __future__ import annotations
 
-import enum
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
 from jax.extend.core import Primitive
 
-from jamp import _dtypes
-from jamp._compat import primitive_names
 from jamp._dtypes import DType
 from jamp._errors import PolicyError
 from jamp._functions import Function, code_table
-
-
-class Rule(enum.Enum):
-    """What happens to one equation."""
-
-    LOWER = "lower"
-    FLOAT32 = "float32"
-    INTERNAL_FLOAT32 = "internal_float32"
-    PROMOTE = "promote"
-    AS_TRACED = "as_traced"
-    BANNED = "banned"
-
-
-RULE_NAMES = tuple(rule.value for rule in Rule)
-
-# `c / x` has no primitive of its own; torch routes it through reciprocal.
-RECIPROCAL = "reciprocal"
-
-
-@dataclass(frozen=True)
-class Unsafe:
-    """Primitives that must not read a rounded result of certain others.
-
-    Attributes:
-      primitives: names of the reading primitives, such as `log`.
-      of: names of primitives and functions whose result is a probability.
-      dtype: the dtype whose rounding makes the reading unsafe.
-      advice: what to write instead.
-    """
-
-    primitives: tuple[str, ...]
-    of: tuple[str, ...]
-    dtype: DType
-    advice: str
+from jamp._policy_toml import read_builtin, read_file
+from jamp._rule import DEVICES, Rule, Unsafe, is_primitive, to_rule
 
 
 @dataclass(frozen=True)
@@ -94,9 +59,9 @@ class Policy:
           PolicyError: the file cannot be read, or has an unknown key, rule, primitive
             or function; the message names the file and the key.
         """
-        from jamp._policy_toml import load
-
-        return load(source)
+        if str(source) in DEVICES:
+            return _builtin(DEVICES[str(source)])
+        return cls(**read_file(source)._asdict())
 
     def with_rules(self, **rules: Iterable[Any]) -> Policy:
         """Returns a policy in which the given entries have new rules.
@@ -247,31 +212,10 @@ class Policy:
         return "\n".join(lines)
 
 
-def to_rule(name: str) -> Rule:
-    """The rule of this name, or a PolicyError that lists the names there are."""
-    if name not in RULE_NAMES:
-        raise PolicyError(f"unknown rule {name!r}; rules are {', '.join(RULE_NAMES)}")
-    return Rule(name)
-
-
-def is_primitive(name: str) -> bool:
-    """Whether a policy may list this name as a primitive."""
-    return name == RECIPROCAL or name in primitive_names()
-
-
-def check_primitive(name: str) -> str:
-    """Returns the name of a primitive of JAX, or raises a PolicyError."""
-    if not is_primitive(name):
-        raise PolicyError(f"unknown primitive {name!r}")
-    return name
-
-
-def to_dtype(value: Any) -> DType:
-    """A 16-bit dtype, or a PolicyError."""
-    for dtype in _dtypes.LOW_DTYPES:
-        if value == dtype.name:
-            return dtype
-    raise PolicyError(f"dtype must be 'float16' or 'bfloat16', got {value!r}")
+# One object for each device, so that what a policy caches about itself is kept.
+@cache
+def _builtin(name: str) -> Policy:
+    return Policy(**read_builtin(name)._asdict())
 
 
 def _identity(key: str | Function) -> Any:

@@ -1,4 +1,4 @@
-"""Loads and validates policy tables."""
+"""Reads and validates policy tables."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from jamp._dtypes import DType
 from jamp._errors import PolicyError
 from jamp._functions import Function
-from jamp._policy import (
+from jamp._rule import (
+    BUILTIN,
     RULE_NAMES,
-    Policy,
     Rule,
     Unsafe,
     check_primitive,
@@ -23,18 +24,24 @@ from jamp._policy import (
     to_rule,
 )
 
-BUILTIN = ("gpu", "cpu", "tpu")
-# The policy of each device type.
-DEVICES = {"gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "cpu": "cpu", "tpu": "tpu"}
 _BUILTIN_FILES = tuple(f"{name}.toml" for name in (*BUILTIN, "base"))
 _TOP_KEYS = ("name", "dtype", "extends", "unsafe", "results", *RULE_NAMES)
 _UNSAFE_KEYS = ("primitives", "of", "dtype", "advice")
 
 
-def load(source: str | Path) -> Policy:
-    """Loads a built-in policy by name or a TOML file by path; see `Policy.load`."""
-    if str(source) in DEVICES:
-        return _load_builtin(DEVICES[str(source)])
+class Table(NamedTuple):
+    """What a table and those that it extends say; as in `jamp.Policy`."""
+
+    name: str
+    dtype: DType
+    primitives: tuple[tuple[str, Rule], ...]
+    functions: tuple[tuple[Function, Rule], ...]
+    unsafe: tuple[Unsafe, ...]
+    activation_results: tuple[Function, ...]
+
+
+def read_file(source: str | Path) -> Table:
+    """Reads a TOML file; see `Policy.load`."""
     path = Path(source)
     try:
         text = path.read_text(encoding="utf-8")
@@ -47,12 +54,13 @@ def load(source: str | Path) -> Policy:
 
 
 @cache
-def _load_builtin(name: str) -> Policy:
+def read_builtin(name: str) -> Table:
+    """Reads a table that comes with jamp."""
     resource = files("jamp.policies").joinpath(f"{name}.toml")
     return _parse(resource.read_text(encoding="utf-8"), f"{name}.toml")
 
 
-def _parse(text: str, file: str) -> Policy:
+def _parse(text: str, file: str) -> Table:
     with _located(file):
         try:
             table = tomllib.loads(text)
@@ -78,27 +86,26 @@ def _parse(text: str, file: str) -> Policy:
     with _located(file, "name"):
         if not isinstance(name, str):
             raise PolicyError(f"must be a string, got {name!r}")
-    return Policy(
+    unsafe = base.unsafe if base else ()
+    if "unsafe" in table:
+        unsafe = _unsafe(table["unsafe"], file)
+    results = _activation_results(table.get("results", {}), file)
+    return Table(
         name=name,
         dtype=dtype,
         primitives=tuple(sorted(primitives.items())),
         functions=tuple(functions.items()),
-        unsafe=_unsafe(table["unsafe"], file)
-        if "unsafe" in table
-        else (base.unsafe if base else ()),
-        activation_results=(
-            *(base.activation_results if base else ()),
-            *_activation_results(table.get("results", {}), file),
-        ),
+        unsafe=unsafe,
+        activation_results=(*(base.activation_results if base else ()), *results),
     )
 
 
-def _base(extends: Any) -> Policy | None:
+def _base(extends: Any) -> Table | None:
     if extends is None:
         return None
     if extends not in (*BUILTIN, "base"):
         raise PolicyError(f"extends: there is no policy {extends!r}")
-    return _load_builtin(extends)
+    return read_builtin(extends)
 
 
 def _entries(group: Any, rule: str, file: str) -> Iterator[tuple[str, str | Function]]:

@@ -18,7 +18,7 @@ from jamp._dtypes import DType
 from jamp._functions import Function
 from jamp._origin import Location, location
 from jamp._plan import primitives
-from jamp._policy import Rule
+from jamp._rule import Rule
 
 
 class Origin(enum.Enum):

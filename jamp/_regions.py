@@ -22,7 +22,7 @@ from jamp import _dtypes
 from jamp._dtypes import DType
 from jamp._errors import AutocastError, AutocastTypeError
 from jamp._policy import Policy
-from jamp._policy_toml import DEVICES
+from jamp._rule import DEVICES
 
 _PREFIX = "jamp.autocast:"
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from jamp import _dtypes
-from jamp._policy import Rule
 from jamp._records import Origin
 from jamp._report.operations import Counted, Operation
+from jamp._rule import Rule
 
 _EXACT = ("bool", "int", "uint")
 _SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "float64": "f64"}

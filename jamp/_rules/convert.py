@@ -11,7 +11,7 @@ from jax.extend.core import JaxprEqn
 
 from jamp import _constants, _dtypes, _origin
 from jamp._functions import code_of
-from jamp._policy import Rule
+from jamp._rule import Rule
 from jamp._rules.dtypes import Dtypes
 from jamp._rules.plain import emit, run_plain
 from jamp._rules.site import Site

@@ -11,7 +11,7 @@ from jax.extend.core import JaxprEqn
 from jamp import _constants, _dtypes
 from jamp._dtypes import FLOAT32, DType
 from jamp._plan import primitives
-from jamp._policy import Rule
+from jamp._rule import Rule
 from jamp._values import Value
 
 

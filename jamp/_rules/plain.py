@@ -12,9 +12,9 @@ from jamp import _dtypes
 from jamp._dtypes import FLOAT32, DType
 from jamp._emit import Emitter, bind
 from jamp._plan import primitives
-from jamp._policy import Rule
 from jamp._records import Origin, Ruling
 from jamp._regions import Options
+from jamp._rule import Rule
 from jamp._rules.dtypes import Dtypes, choose
 from jamp._rules.matmul import explicit_precision, product_params
 from jamp._rules.site import Site

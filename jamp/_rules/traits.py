@@ -10,7 +10,7 @@ from jax.extend.core import JaxprEqn
 from jamp import _constants, _dtypes
 from jamp._emit import Emitter
 from jamp._plan import primitives
-from jamp._policy import Rule
+from jamp._rule import Rule
 from jamp._values import Traits, Value
 
 

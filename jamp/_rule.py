@@ -1,0 +1,77 @@
+"""Rules, and the names that a policy may use: below policies and what reads them."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+from jamp import _dtypes
+from jamp._compat import primitive_names
+from jamp._dtypes import DType
+from jamp._errors import PolicyError
+
+BUILTIN = ("gpu", "cpu", "tpu")
+# The built-in policy of each device type.
+DEVICES = {"gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "cpu": "cpu", "tpu": "tpu"}
+
+
+class Rule(enum.Enum):
+    """What happens to one equation."""
+
+    LOWER = "lower"
+    FLOAT32 = "float32"
+    INTERNAL_FLOAT32 = "internal_float32"
+    PROMOTE = "promote"
+    AS_TRACED = "as_traced"
+    BANNED = "banned"
+
+
+RULE_NAMES = tuple(rule.value for rule in Rule)
+
+# `c / x` has no primitive of its own; torch routes it through reciprocal.
+RECIPROCAL = "reciprocal"
+
+
+@dataclass(frozen=True)
+class Unsafe:
+    """Primitives that must not read a rounded result of certain others.
+
+    Attributes:
+      primitives: names of the reading primitives, such as `log`.
+      of: names of primitives and functions whose result is a probability.
+      dtype: the dtype whose rounding makes the reading unsafe.
+      advice: what to write instead.
+    """
+
+    primitives: tuple[str, ...]
+    of: tuple[str, ...]
+    dtype: DType
+    advice: str
+
+
+def to_rule(name: str) -> Rule:
+    """The rule of this name, or a PolicyError that lists the names there are."""
+    if name not in RULE_NAMES:
+        raise PolicyError(f"unknown rule {name!r}; rules are {', '.join(RULE_NAMES)}")
+    return Rule(name)
+
+
+def is_primitive(name: str) -> bool:
+    """Whether a policy may list this name as a primitive."""
+    return name == RECIPROCAL or name in primitive_names()
+
+
+def check_primitive(name: str) -> str:
+    """Returns the name of a primitive of JAX, or raises a PolicyError."""
+    if not is_primitive(name):
+        raise PolicyError(f"unknown primitive {name!r}")
+    return name
+
+
+def to_dtype(value: Any) -> DType:
+    """A 16-bit dtype, or a PolicyError."""
+    for dtype in _dtypes.LOW_DTYPES:
+        if value == dtype.name:
+            return dtype
+    raise PolicyError(f"dtype must be 'float16' or 'bfloat16', got {value!r}")
