@@ -1,8 +1,14 @@
-"""The only importer of jax._src: what no public name of JAX gives."""
+"""What no public name of JAX gives: the only importer of jax._src.
+
+Some of it would not raise if JAX changed it, and jamp would quietly do less:
+`tests/test_compat.py` has a test for each.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from types import CodeType
 from typing import Any
 
 import jax
@@ -21,7 +27,14 @@ from jax._src.interpreters.ad import CustomVJPException as CustomVJPException
 # No public name lists the primitives of the installed JAX; those that can be lowered
 # are the ones that a policy may name.
 from jax._src.interpreters.mlir import _lowerings, _platform_specific_lowerings
-from jax.extend.core import Primitive
+
+# A name stack is public, but the scopes in it are not, and its text joins them with the
+# names of transformations.
+from jax._src.source_info_util import Scope as _Scope
+from jax.extend.core import JaxprEqn, Primitive
+
+# Code objects, innermost first, and the offset of the instruction in each.
+Frames = tuple[Sequence[CodeType], Sequence[int]]
 
 # Primitives that the shared tables may name and that the installed JAX need not know:
 # each is of another supported release, or dissolves before lowering.
@@ -57,6 +70,34 @@ def primitive_names() -> frozenset[str]:
     for rules in _platform_specific_lowerings.values():
         known.update(rules)
     return frozenset(primitive.name for primitive in known) | _NAMEABLE
+
+
+def frames(eqn: JaxprEqn) -> Frames | None:
+    """The Python frames that emitted an equation; None if it has no traceback."""
+    traceback: Any = eqn.source_info.traceback
+    if traceback is None:
+        return None
+    # `jax.extend` gives lines of text; only code objects tell functions apart.
+    codes, offsets = traceback.raw_frames()
+    return codes, offsets
+
+
+def scope_names(name_stack: Any) -> tuple[str, ...]:
+    """The named scopes of a name stack, outermost first, without transformations."""
+    return tuple([e.name for e in name_stack.stack if isinstance(e, _Scope)])
+
+
+def settings(eqn: JaxprEqn) -> AbstractContextManager[None]:
+    """A context with the settings, such as the mesh, that an equation was traced in."""
+    # `jax.extend` has the equation, and nothing that enters its context.
+    manager: AbstractContextManager[None] = eqn.ctx.manager
+    return manager
+
+
+def is_plain_array(aval: Any) -> bool:
+    """Whether an abstract value is that of an array, and not of a reference to one."""
+    # No public predicate tells; a subclass may stand for something else.
+    return type(aval) is jax.core.ShapedArray
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from jax.extend.source_info_util import current_name_stack, user_context
 from jax.sharding import get_abstract_mesh, use_abstract_mesh
 
 from jamp import _dtypes
+from jamp._compat import settings
 from jamp._dtypes import DType
 from jamp._records import Cast, Entry, Record
 from jamp._regions import Options
@@ -41,7 +42,7 @@ def source_of(eqn: JaxprEqn) -> Iterator[None]:
     name_stack = current_name_stack() + eqn.source_info.name_stack
     with (
         user_context(eqn.source_info.traceback, name_stack=name_stack),
-        eqn.ctx.manager,
+        settings(eqn),
     ):
         yield
 

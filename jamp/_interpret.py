@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import jax
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jamp import _origin
+from jamp._compat import is_plain_array
 from jamp._emit import Emitter, Scribe, source_of
 from jamp._errors import BannedOpError, JampWarning
 from jamp._functions import Function
@@ -202,7 +202,7 @@ class Interpreter:
         emitter = Emitter(record, context.region, scribe)
         run = handler(eqn.primitive.name)
         if eqn.primitive.name in STRUCTURAL:
-            if not all(type(v.aval) is jax.core.ShapedArray for v in operands):
+            if not all(is_plain_array(v.aval) for v in operands):
                 # It takes a reference, or another thing that cannot be traced anew.
                 run = run_as_traced
             elif user is None and ruling.rule is not Rule.PROMOTE:

@@ -16,18 +16,8 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
+from jamp._compat import frames
 from jamp._functions import Function
-
-Frames = tuple[Sequence[CodeType], Sequence[int]]
-
-
-def frames(eqn: JaxprEqn) -> Frames | None:
-    """Code objects and instruction offsets of an equation's frames, innermost first."""
-    traceback: Any = eqn.source_info.traceback
-    if traceback is None:
-        return None
-    codes, offsets = traceback.raw_frames()
-    return codes, offsets
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import numpy as np
 from jax.extend.core import jaxprs_in_params
 
 from jamp import _dtypes
+from jamp._compat import scope_names
 from jamp._dtypes import DType
 from jamp._errors import AutocastError, AutocastTypeError
 from jamp._policy import Policy
@@ -166,7 +167,7 @@ def region(options: Options) -> Iterator[None]:
 def holds_region(program: Any) -> bool:
     """Whether part of a traced program stands in a region."""
     return any(
-        _PREFIX in str(eqn.source_info.name_stack)
+        any(n.startswith(_PREFIX) for n in scope_names(eqn.source_info.name_stack))
         or any(map(holds_region, jaxprs_in_params(eqn.params)))
         for eqn in program.eqns
     )
@@ -198,17 +199,14 @@ class Scope:
 
     def enter(self, name_stack: Any) -> Scope:
         """The scope of an equation with this name stack inside this scope."""
-        return _enter(self, name_stack.stack) if name_stack.stack else self
+        entered = scope_names(name_stack)
+        return _enter(self, entered) if entered else self
 
 
 @lru_cache(maxsize=65536)
-def _enter(outer: Scope, stack: tuple[Any, ...]) -> Scope:
+def _enter(outer: Scope, entered: tuple[str, ...]) -> Scope:
     names, inside = list(outer.names), outer.region
-    for element in stack:
-        # A stack holds scopes and the names of transformations (jvp, vmap ...).
-        if type(element).__name__ != "Scope":
-            continue
-        name: str = element.name
+    for name in entered:
         if name.startswith(_PREFIX):
             inside = _registered[name]
         else:

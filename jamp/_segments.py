@@ -22,7 +22,7 @@ from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 from jax.extend.source_info_util import current_name_stack, user_context
 
 from jamp import _dtypes
-from jamp._compat import INLINE, under_trace
+from jamp._compat import INLINE, settings, under_trace
 from jamp._dtypes import FLOAT32, DType
 from jamp._emit import bind
 from jamp._plan import primitives
@@ -112,7 +112,7 @@ def _runner(
             operands = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
             with (
                 user_context(eqn.source_info.traceback, name_stack=name_stack),
-                eqn.ctx.manager,
+                settings(eqn),
             ):
                 results = bind(eqn, operands)
             env.update(zip(eqn.outvars, results, strict=True))

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jamp import _constants, _dtypes
+from jamp._compat import is_plain_array
 from jamp._constants import Interval
 from jamp._dtypes import DType
 
@@ -60,9 +61,7 @@ class Value:
         dtype: Any = getattr(aval, "dtype", None)
         self.dtype: _dtypes.DType = dtype
         # A reference holds floats and is none.
-        self.eligible = type(aval) is jax.core.ShapedArray and _dtypes.eligible(
-            self.dtype
-        )
+        self.eligible = is_plain_array(aval) and _dtypes.eligible(self.dtype)
         self.traits = traits
         self.casts: dict[DType, Any] = {}
         self.prepared: dict[DType, Any] = {}

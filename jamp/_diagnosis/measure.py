@@ -10,11 +10,11 @@ import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jamp import _dtypes
+from jamp._compat import is_plain_array
 from jamp._dtypes import FLOAT32
 
 # Exponents that a histogram tells apart; what lies outside counts at its ends.
@@ -113,7 +113,7 @@ def has_shadow(aval: Any) -> bool:
     """
     dtype = getattr(aval, "dtype", None)
     return (
-        type(aval) is jax.core.ShapedArray
+        is_plain_array(aval)
         and isinstance(dtype, np.dtype)
         and (dtype == np.bool_ or bool(jnp.issubdtype(dtype, np.inexact)))
     )

@@ -11,6 +11,7 @@ from types import CodeType
 from typing import Any
 
 from jamp import _origin
+from jamp._compat import frames
 from jamp._diagnosis.examine import Examination, scale_window
 from jamp._diagnosis.judge import Fault
 from jamp._diagnosis.program import Settings
@@ -168,8 +169,8 @@ def _codes(site: Site) -> tuple[list[CodeType], CodeType | None]:
     """
     codes: list[CodeType] = []
     for eqn in site.sources:
-        frames = _origin.frames(eqn)
-        for code in () if frames is None else frames[0]:
+        found = frames(eqn)
+        for code in () if found is None else found[0]:
             if code.co_filename == _TRACE:
                 break
             codes.append(code)

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jamp import _constants, _dtypes, _origin
+from jamp import _constants, _dtypes
+from jamp._compat import frames
 from jamp._functions import code_of
 from jamp._rule import Rule
 from jamp._rules.dtypes import Dtypes
@@ -26,8 +27,8 @@ def _explicit_codes() -> frozenset[int]:
 
 def _is_explicit(eqn: JaxprEqn) -> bool:
     """Whether the user asked for the cast, and not JAX's promotion of operands."""
-    frames = _origin.frames(eqn)
-    return frames is None or not _explicit_codes().isdisjoint(map(id, frames[0]))
+    found = frames(eqn)
+    return found is None or not _explicit_codes().isdisjoint(map(id, found[0]))
 
 
 def run_convert(site: Site) -> list[Value]:

@@ -1,0 +1,150 @@
+"""What jamp takes from private JAX, where a change would raise nothing.
+
+Each test says in its failure what jamp would do worse, and nothing else would tell.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.xla_metadata import set_xla_metadata
+
+from jamp import _compat
+
+
+def equations(fn, *args):
+    return jax.make_jaxpr(fn)(*args).eqns
+
+
+def sine(x):
+    return jnp.sin(x)
+
+
+def calls_sine(x):
+    return sine(x) * 2
+
+
+def test_frames_lead_from_the_equation_to_its_functions():
+    eqn, *_ = equations(calls_sine, 1.0)
+    codes, offsets = _compat.frames(eqn)
+    users = [code for code in codes if code in (sine.__code__, calls_sine.__code__)]
+    assert users == [sine.__code__, calls_sine.__code__], (
+        "no equation would be taken for part of a listed function, such as softmax, "
+        "and no message would name the user's line"
+    )
+    assert len(codes) == len(offsets)
+    lines = [
+        line
+        for start, end, line in sine.__code__.co_lines()
+        if start <= offsets[codes.index(sine.__code__)] < end
+    ]
+    assert lines == [sine.__code__.co_firstlineno + 1], (
+        "messages would name the wrong line, and two calls of a listed function in one "
+        "function would be taken for one"
+    )
+
+
+def test_frames_of_an_inlined_function_are_kept():
+    eqn, *_ = equations(jax.jit(calls_sine), 1.0)
+    (inner,) = (v for v in eqn.params.values() if hasattr(v, "eqns"))
+    assert sine.__code__ in _compat.frames(inner.eqns[0])[0], (
+        "listed functions inside jax.jit would not be recognised"
+    )
+
+
+def scoped(x):
+    with jax.named_scope("outer"), jax.named_scope("inner"):
+        return jnp.sin(x)
+
+
+@pytest.mark.parametrize("transform", [jax.vmap, jax.jvp, jax.grad])
+def test_named_scopes_are_found_in_name_stacks(transform):
+    def transformed(x):
+        if transform is jax.jvp:
+            return jax.jvp(scoped, (x,), (x,))
+        return transform(scoped)(x)
+
+    found = {
+        _compat.scope_names(eqn.source_info.name_stack)
+        for eqn in equations(transformed, jnp.ones(3) if transform is jax.vmap else 1.0)
+        if eqn.primitive.name in ("sin", "cos", "mul")
+    }
+    assert found == {("outer", "inner")}, (
+        "regions and rules for scopes would be passed over, and reports would know no "
+        "modules"
+    )
+
+
+def test_references_are_no_plain_arrays():
+    def with_reference(x):
+        ref = jax.new_ref(x)
+        return ref[...] + 1
+
+    made, read, *_ = equations(with_reference, 1.0)
+    assert not _compat.is_plain_array(made.outvars[0].aval), (
+        "references would be cast like arrays, and what is written to them lost"
+    )
+    assert _compat.is_plain_array(read.outvars[0].aval), (
+        "no array would be cast at all: autocast would change nothing"
+    )
+
+
+def test_functions_that_jax_inlines_are_known():
+    message = (
+        "a rule for a function that JAX inlines would be taken and never hold, instead "
+        "of being refused"
+    )
+    assert _compat.inlined(jax.jit(sine, inline=_compat.INLINE)), message
+    assert not _compat.inlined(jax.jit(sine)), "functions would be refused for nothing"
+    assert not _compat.inlined(sine)
+
+
+def test_what_is_inlined_leaves_no_call():
+    inner = jax.jit(calls_sine, inline=_compat.INLINE)
+    assert [eqn.primitive.name for eqn in equations(inner, 1.0)] == ["sin", "mul"], (
+        "segments in float32 would stand in the program as calls, which XLA need not "
+        "fuse and reports would count"
+    )
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        lambda: jax.enable_x64(True),
+        lambda: jax.default_matmul_precision("highest"),
+        lambda: jax.numpy_dtype_promotion("strict"),
+    ],
+)
+def test_settings_are_part_of_the_trace_context(setting):
+    outside = _compat.trace_context()
+    assert outside == _compat.trace_context()
+    with setting():
+        assert _compat.trace_context() != outside, (
+            "an eager call would run the program that was traced under other settings"
+        )
+
+
+def test_transformations_are_noticed():
+    assert not _compat.under_trace([jnp.ones(1)]), "eager calls would be rewritten anew"
+    seen = []
+
+    def look(x):
+        seen.append((_compat.under_trace([x]), _compat.under_trace([])))
+        return x
+
+    for transform in (jax.jit, jax.vmap, jax.make_jaxpr):
+        transform(look)(jnp.ones(1))
+    jax.grad(look)(1.0)
+    assert all(array for array, _ in seen), (
+        "a program would be run, and compiled, apart from the one that is being traced"
+    )
+    assert seen[0][1]
+
+
+def test_settings_of_an_equation_are_those_it_was_traced_under():
+    with set_xla_metadata(kept="yes"):
+        eqn, *_ = equations(sine, 1.0)
+    with _compat.settings(eqn):
+        again, *_ = equations(sine, 1.0)
+    assert str(again.ctx) == str(eqn.ctx) != str(equations(sine, 1.0)[0].ctx), (
+        "rewritten operations would lose their mesh, their host or their metadata"
+    )
