@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jamp._regions import Options
+from jamp._report.figures import Figures
 from jamp._report.operations import Counted, Module, Operation
 from jamp._report.residuals import bytes_by_dtype
 
-if TYPE_CHECKING:
-    from jamp._report.report import Report
 
-
-def to_dict(report: Report) -> dict[str, Any]:
+def to_dict(report: Figures) -> dict[str, Any]:
     """The report as dicts, lists, strings and numbers; see `Report.to_dict`."""
     kept = report.residuals
     unknown = Counter(record.primitive for record in report.unknown)

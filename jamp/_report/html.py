@@ -7,22 +7,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from importlib.resources import files
 from string import Template
-from typing import TYPE_CHECKING
 
+from jamp._report.figures import Figures
 from jamp._report.operations import Counted, Module
 from jamp._report.residuals import bytes_by_dtype
 from jamp._report.rows import Row, amount, rows, share, short, size
 from jamp._report.text import figures
-
-if TYPE_CHECKING:
-    from jamp._report.report import Report
 
 _COLOURED = ("f16", "bf16", "f32", "f64")
 # Modules this deep stand open at first.
 _OPEN_DEPTH = 2
 
 
-def page(report: Report) -> str:
+def page(report: Figures) -> str:
     """The report as an HTML page."""
     template = files("jamp._report").joinpath("report.html").read_text(encoding="utf-8")
     every = list(_all_rows(report.modules))
@@ -37,7 +34,7 @@ def page(report: Report) -> str:
     )
 
 
-def frame(report: Report) -> str:
+def frame(report: Figures) -> str:
     """The page inside another, as in a notebook, whose styles do not mix with its."""
     style = "width: 100%; height: 42rem; border: 0"
     return f'<iframe style="{style}" srcdoc="{escape(page(report))}"></iframe>'
@@ -53,7 +50,7 @@ def _attention(sentences: Iterable[str]) -> str:
     )
 
 
-def _cards(report: Report) -> Iterator[str]:
+def _cards(report: Figures) -> Iterator[str]:
     matmuls = report.matmuls
     flops = Counter[str]()
     for row in rows(matmuls):
@@ -84,7 +81,7 @@ def _cards(report: Report) -> Iterator[str]:
         )
 
 
-def _casts(report: Report) -> str:
+def _casts(report: Figures) -> str:
     """The conversions by dtypes, and what they cost."""
     if not report.casts:
         return "none needed"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,11 +14,10 @@ from jax.extend.core import jaxpr_as_fun
 
 from jamp import _nnx, _regions, _trace
 from jamp._emit import Scribe
-from jamp._records import Record
-from jamp._regions import Options, Scope
+from jamp._regions import Scope
 from jamp._report import data, html, text
-from jamp._report.attention import PolicyEntry, notices, unused_entries
-from jamp._report.operations import Counted, Module, module_of, operations, regions
+from jamp._report.figures import Figures
+from jamp._report.operations import operations, regions
 from jamp._report.residuals import Residuals, residuals_of_call
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ _GROUPS = ("function", "equation", "module")
 
 
 @dataclass(frozen=True, repr=False)
-class Report(Counted):
+class Report(Figures):
     """What runs in which dtype, and why.
 
     `str` gives it as text, `rich.print` and notebooks show it in colour, and
@@ -40,45 +39,6 @@ class Report(Counted):
       regions: those of the enabled regions inside that have others.
       residuals: what the backward pass keeps, if `explain` was asked for it.
     """
-
-    name: str
-    options: Options
-    regions: tuple[Options, ...] = ()
-    residuals: Residuals | None = None
-
-    @property
-    def header(self) -> str:
-        """A line on the device type, dtype and policy, and on those of regions."""
-        found = dict.fromkeys(map(_words, (self.options, *self.regions)))
-        return f"autocast {'; in regions: '.join(found)}"
-
-    @property
-    def records(self) -> tuple[Record, ...]:
-        """One decision record per equation, those of inner programs included."""
-        return tuple(op.record for op in self.operations)
-
-    @property
-    def unknown(self) -> tuple[Record, ...]:
-        """Equations that ran as traced because the policy does not know them."""
-        return tuple(op.record for op in self.operations if op.unknown)
-
-    @cached_property
-    def unused(self) -> tuple[PolicyEntry, ...]:
-        """Entries of the policy that decided about no operation."""
-        return unused_entries(self.options.policy, self)
-
-    @property
-    def attention(self) -> tuple[str, ...]:
-        """What to know first, the gravest first: sentences, or none if all is well."""
-        return tuple(notices(self, self.unused))
-
-    @cached_property
-    def modules(self) -> Module:
-        """The program as a tree of modules, which are its named scopes.
-
-        What stands in none is under the name of the user's function.
-        """
-        return module_of(self.name, self.operations)
 
     def text(self, group: str = "function") -> str:
         """The report as text.
@@ -193,11 +153,3 @@ def explain(
         return Report(found, name, options, others, kept)
 
     return explained
-
-
-def _words(options: Options) -> str:
-    state = "" if options.enabled else ", disabled"
-    return (
-        f"on {options.device_type} to {options.dtype.name}{state}, "
-        f"policy {options.policy.name}"
-    )

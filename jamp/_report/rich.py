@@ -9,6 +9,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from jamp._report.figures import Figures
 from jamp._report.operations import Module
 from jamp._report.rows import Row, rows
 from jamp._report.text import figures, summary
@@ -16,12 +17,10 @@ from jamp._report.text import figures, summary
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from jamp._report.report import Report
-
 _STYLES = {"f16": "cyan", "bf16": "green", "f32": "yellow", "f64": "red"}
 
 
-def renderables(report: Report) -> Iterator[RenderableType]:
+def renderables(report: Figures) -> Iterator[RenderableType]:
     """What rich prints of a report: attention, figures, modules, operations."""
     yield Text(f"{report.name}: {report.header}", style="bold")
     if report.attention:
@@ -49,7 +48,7 @@ def _add(table: Table, module: Module, depth: int) -> None:
         _add(table, child, depth + 1)
 
 
-def _operations(report: Report) -> Table:
+def _operations(report: Figures) -> Table:
     """A line for each function and user line."""
     table = _table("operation", "dtypes", "why", "where")
     for row in rows(report.operations):

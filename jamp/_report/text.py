@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from jamp._report.figures import Figures
 from jamp._report.operations import Counted, Module
 from jamp._report.residuals import bytes_by_dtype
 from jamp._report.rows import Row, amount, joined, rows, share, size
-
-if TYPE_CHECKING:
-    from jamp._report.report import Report
 
 HEAD = ("operation", "computes in", "returns", "why", "where", "casts")
 MODULE_HEAD = ("module", "dtype", "FLOPs", "16 bits", "results", "casts", "where")
 
 
-def text(report: Report, group: str) -> str:
+def text(report: Figures, group: str) -> str:
     """The report as text; see `Report.text`."""
     if group == "module":
         table = [MODULE_HEAD, *_modules(report.modules)]
@@ -28,7 +25,7 @@ def text(report: Report, group: str) -> str:
     return "\n".join([*head, "", *_aligned(table)])
 
 
-def summary(report: Report) -> Iterator[str]:
+def summary(report: Figures) -> Iterator[str]:
     """Sentences with the figures of the whole program."""
     matmuls = report.matmuls
     low = sum(op.record.low for op in matmuls)
@@ -52,12 +49,12 @@ def summary(report: Report) -> Iterator[str]:
         )
 
 
-def _function(row: Row, report: Report) -> tuple[str, ...]:
+def _function(row: Row, report: Figures) -> tuple[str, ...]:
     reason = row.briefly_why(report.options.policy.name, row.entry)
     return (row.brief, *_dtypes(row), reason, row.where, str(row.casts or ""))
 
 
-def _equation(row: Row, report: Report) -> tuple[str, ...]:
+def _equation(row: Row, report: Figures) -> tuple[str, ...]:
     reason = row.briefly_why(report.options.policy.name, row.primitive)
     return (row.primitive, *_dtypes(row), reason, row.where, row.conversions)
 
