@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jamp._diagnosis.diagnosis import Suggestion
 from jamp._diagnosis.examine import Examination, run_again
+from jamp._diagnosis.findings import Suggestion
 from jamp._diagnosis.judge import Fault
 from jamp._diagnosis.program import Settings, Subject
 from jamp._diagnosis.suggest import Change, changes_for, last_resorts

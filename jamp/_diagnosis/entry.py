@@ -12,20 +12,21 @@ import numpy as np
 
 from jamp import _regions
 from jamp._diagnosis.cure import find_cure, suggestions_of
-from jamp._diagnosis.diagnosis import (
+from jamp._diagnosis.diagnosis import Diagnosis
+from jamp._diagnosis.examine import Examination, examine, scale_window
+from jamp._diagnosis.findings import (
     ARGUMENT,
-    Diagnosis,
     Finding,
     Histogram,
     Suggestion,
     Underflow,
 )
-from jamp._diagnosis.examine import Examination, examine, scale_window
 from jamp._diagnosis.judge import Fault, error_limit, gradient_error, kind_of
+from jamp._diagnosis.ledger import Measured, Site
 from jamp._diagnosis.program import Settings, Subject
 from jamp._diagnosis.progress import shown
 from jamp._diagnosis.suggest import Change
-from jamp._diagnosis.walk import Measured, Site, Steps
+from jamp._diagnosis.walk import Steps
 from jamp._dtypes import narrow
 from jamp._errors import AutocastError, AutocastTypeError
 

@@ -19,6 +19,8 @@ from jamp._diagnosis.judge import (
     find_faults,
     judge,
 )
+from jamp._diagnosis.ledger import Measured
+from jamp._diagnosis.loops import RUNS
 from jamp._diagnosis.measure import LOWEST_EXPONENT, is_measured
 from jamp._diagnosis.program import (
     Outcome,
@@ -28,7 +30,7 @@ from jamp._diagnosis.program import (
     make_program,
 )
 from jamp._diagnosis.shadow import EXACTLY, as_pair
-from jamp._diagnosis.walk import Measured, Steps, Walk, count_equations
+from jamp._diagnosis.walk import Steps, Walk, count_equations
 
 # A loss scale fits if at most this share of the gradients' elements is too small.
 TOO_SMALL = 0.1
@@ -71,7 +73,7 @@ def examine(
       progress: takes the number of equations; what it returns is called after each.
     """
     program = make_program(subject, settings)
-    walk = Walk(steps, progress(count_equations(program.closed)))
+    walk = Walk(RUNS, steps, progress(count_equations(program.closed)))
     scale = None if settings.loss_scale is None else len(program.arrays) - 1
     # What is not finite is what this is about.
     with np.errstate(all="ignore"):

@@ -9,9 +9,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jamp._diagnosis.ledger import Ledger, Measured
 from jamp._diagnosis.measure import LOWEST_EXPONENT
 from jamp._diagnosis.program import Outcome
-from jamp._diagnosis.walk import Ledger, Measured
 from jamp._dtypes import narrow
 from jamp._plan import primitives
 

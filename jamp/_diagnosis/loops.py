@@ -7,7 +7,7 @@ for both.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,11 +15,10 @@ from jax.experimental import io_callback
 from jax.extend.core import JaxprEqn, Literal, jaxpr_as_fun
 
 from jamp._compat import scan_counts
+from jamp._diagnosis.ledger import Ledger, Place, Site, Value
 from jamp._diagnosis.measure import Pair, State
 from jamp._diagnosis.shadow import EXACTLY
-
-if TYPE_CHECKING:
-    from jamp._diagnosis.walk import Ledger, Place, Site, Value, Walk
+from jamp._diagnosis.walk import Walk
 
 
 def run_scan(

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jamp._diagnosis.diagnosis import Diagnosis, Histogram
+from jamp._diagnosis.findings import Findings, Histogram
 
 # Of more modules than these, those with the most values are drawn.
 _ROWS = 14
@@ -20,7 +20,7 @@ _NORMAL, _SUBNORMAL = "#e4f0e6", "#faf1d4"
 _GRAY = "#555555"
 
 
-def save_plot(diagnosis: Diagnosis, path: str | Path) -> None:
+def save_plot(diagnosis: Findings, path: str | Path) -> None:
     """Draws a diagnosis; see `Diagnosis.plot`."""
     # Only those who draw need it.
     from matplotlib.figure import Figure
@@ -52,12 +52,12 @@ def save_plot(diagnosis: Diagnosis, path: str | Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _title(diagnosis: Diagnosis) -> str:
+def _title(diagnosis: Findings) -> str:
     state = "healthy" if diagnosis.healthy else str(diagnosis.findings[0].message)
     return f"{diagnosis.header}\n{state}"
 
 
-def _largest(diagnosis: Diagnosis, gradient: bool) -> list[Histogram]:
+def _largest(diagnosis: Findings, gradient: bool) -> list[Histogram]:
     """The histograms with the most values, in the program's order."""
     found = [h for h in diagnosis.histograms if h.gradient is gradient]
     found = [h for h in found if h.counts.any()]
@@ -65,7 +65,7 @@ def _largest(diagnosis: Diagnosis, gradient: bool) -> list[Histogram]:
     return [histogram for index, histogram in enumerate(found) if index in kept]
 
 
-def _bounds(diagnosis: Diagnosis) -> tuple[float, float, float]:
+def _bounds(diagnosis: Findings) -> tuple[float, float, float]:
     """Exponents of the smallest subnormal, the smallest normal, the largest number."""
     info = jnp.finfo(diagnosis.dtype)
     bounds = (info.smallest_subnormal, info.tiny, info.max)
@@ -73,7 +73,7 @@ def _bounds(diagnosis: Diagnosis) -> tuple[float, float, float]:
     return lowest, normal, high
 
 
-def _folded(histogram: Histogram, diagnosis: Diagnosis) -> tuple[Any, Any]:
+def _folded(histogram: Histogram, diagnosis: Findings) -> tuple[Any, Any]:
     """Exponents and counts; what is far outside of the dtype's range is at its edge."""
     lowest, _, high = _bounds(diagnosis)
     exponents, counts = histogram.exponents, histogram.counts
@@ -83,7 +83,7 @@ def _folded(histogram: Histogram, diagnosis: Diagnosis) -> tuple[Any, Any]:
 
 
 def _limits(
-    histograms: Sequence[Histogram], diagnosis: Diagnosis
+    histograms: Sequence[Histogram], diagnosis: Findings
 ) -> tuple[float, float]:
     """Exponents to show: those there are, and an end of the range that is near."""
     lowest, _, high = _bounds(diagnosis)
@@ -98,7 +98,7 @@ def _limits(
     return left, right
 
 
-def _draw_range(axes: Any, diagnosis: Diagnosis) -> None:
+def _draw_range(axes: Any, diagnosis: Findings) -> None:
     """Shades what the dtype holds, and says so where there is room."""
     lowest, normal, high = _bounds(diagnosis)
     axes.axvspan(normal, high, color=_NORMAL, zorder=0, lw=0)
@@ -121,7 +121,7 @@ def _draw_range(axes: Any, diagnosis: Diagnosis) -> None:
 
 
 def _draw_histograms(
-    axes: Any, histograms: Sequence[Histogram], diagnosis: Diagnosis
+    axes: Any, histograms: Sequence[Histogram], diagnosis: Findings
 ) -> None:
     """One histogram in a row, each as high as its row; the first module on top."""
     lowest, _, high = _bounds(diagnosis)
@@ -143,7 +143,7 @@ def _draw_histograms(
     axes.set_xlabel("magnitude in float32, power of 2", fontsize=9)
 
 
-def _draw_window(axes: Any, diagnosis: Diagnosis) -> None:
+def _draw_window(axes: Any, diagnosis: Findings) -> None:
     """The loss scales that keep gradients in range, and the one that there is."""
     axes.set_yticks([])
     axes.spines[["top", "right", "left"]].set_visible(False)

@@ -14,8 +14,8 @@ from jamp import _origin
 from jamp._compat import frames
 from jamp._diagnosis.examine import Examination, scale_window
 from jamp._diagnosis.judge import Fault
+from jamp._diagnosis.ledger import Site
 from jamp._diagnosis.program import Settings
-from jamp._diagnosis.walk import Site
 from jamp._dtypes import BFLOAT16, FLOAT16, narrow
 from jamp._functions import Function
 from jamp._origin import is_users
