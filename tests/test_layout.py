@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from graphlib import CycleError, TopologicalSorter
 from importlib.resources import files
 from pathlib import Path
 
@@ -23,6 +24,19 @@ LIBRARY = sorted(
     path for folder in FOLDERS.values() for path in (ROOT / folder).rglob("*.py")
 )
 LINKS = ["policies", "pallas_kernels"]
+
+# Groups of modules that may import each other in a circle.
+CIRCLES = [
+    {"jamp._policy", "jamp._policy_toml"},
+    set(
+        """
+        jamp._interpret jamp._occurrence jamp._rules jamp._rules.calls
+        jamp._rules.control_flow jamp._rules.convert jamp._rules.derivatives
+        jamp._rules.plain jamp._rules.programs jamp._rules.sharding jamp._rules.site
+        jamp._rules.solves
+        """.split()
+    ),
+]
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
@@ -104,6 +118,47 @@ def relative_imports(source):
     ]
 
 
+def module_sources(root):
+    """The source of every module of the library, by the module's name."""
+    found = {}
+    for package, folder in FOLDERS.items():
+        for path in sorted((root / folder).rglob("*.py")):
+            parts = path.relative_to(root / folder).with_suffix("").parts
+            name = ".".join((package, *parts)).removesuffix(".__init__")
+            found[name] = path.read_text()
+    return found
+
+
+def imported_modules(sources):
+    """For each module those it imports: anywhere in it, and for its types too."""
+    found = {}
+    for module, source in sources.items():
+        names = set()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Import):
+                names.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                inner = [f"{node.module}.{alias.name}" for alias in node.names]
+                names.update(n if n in sources else node.module for n in inner)
+        found[module] = names & sources.keys() - {module}
+    return found
+
+
+def import_circle(sources, groups=()):
+    """Modules that import each other in a circle, if any; a group counts as one."""
+    names = {module: min(group) for group in groups for module in group}
+    graph = {}
+    for module, imports in imported_modules(sources).items():
+        name = names.get(module, module)
+        others = {names.get(other, other) for other in imports}
+        graph.setdefault(name, set()).update(others - {name})
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
 def test_every_package_on_disk_is_installed():
     assert sorted(SETUPTOOLS["packages"]) == sorted(packages_on_disk(ROOT))
 
@@ -132,6 +187,33 @@ def test_policy_tables_are_found_where_they_are_installed(name):
 def test_top_level_copy_is_noticed():
     assert top_level_copies({"jamp": ..., "jamp.policies": ...}) == []
     assert top_level_copies({"policies": ...}) == ["policies"]
+
+
+def test_modules_import_each_other_in_no_circle():
+    circle = import_circle(module_sources(ROOT), CIRCLES)
+    assert not circle, " <- ".join(circle)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from p import b",
+        "from p.b import x",
+        "import p.b",
+        "def f():\n    from p import b",
+        "if TYPE_CHECKING:\n    from p.b import B",
+    ],
+)
+def test_import_circle_is_noticed(source):
+    modules = {"p": "", "p.a": source, "p.b": "import p.c", "p.c": "from p import a"}
+    assert {*import_circle(modules)} == {"p.a", "p.b", "p.c"}
+    assert import_circle({**modules, "p.c": "from p import d"}) == []
+
+
+def test_allowed_import_circle_hides_no_other():
+    modules = {"a": "import b", "b": "import a", "c": "import b"}
+    assert import_circle(modules, [{"a", "b"}]) == []
+    assert import_circle({**modules, "a": "import b, c"}, [{"a", "b"}])
 
 
 @each_file
