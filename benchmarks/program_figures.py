@@ -1,16 +1,16 @@
 """What can be told of a program without running it: saved residuals, casts, memory."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import flax
 import jax
 import optax
-from jax.extend.core import jaxprs_in_params
 
 import jamp
+from jamp._equations import equations
 from jamp._report.residuals import Residual, bytes_by_dtype, residuals
 
 TRANSFORMS = tuple(str(Path(module.__file__).parent) for module in (jax, jamp))
@@ -44,14 +44,6 @@ def lines(eqn: Any) -> tuple[str, ...]:
                 found.append(f"{Path(frame.file_name).name}:{frame.line_num}")
                 break
     return tuple(dict.fromkeys(found))
-
-
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """All equations of a jaxpr, those of inner programs included."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in jaxprs_in_params(eqn.params):
-            yield from equations(inner)
 
 
 def casts_in_jaxpr(jaxpr: Any) -> int:

@@ -16,11 +16,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import jaxprs_in_params
 
 from jamp import _dtypes
 from jamp._compat import scope_names
 from jamp._dtypes import DType
+from jamp._equations import equations
 from jamp._errors import AutocastError, AutocastTypeError
 from jamp._policy import Policy
 from jamp._rule import DEVICES
@@ -167,9 +167,9 @@ def region(options: Options) -> Iterator[None]:
 def holds_region(program: Any) -> bool:
     """Whether part of a traced program stands in a region."""
     return any(
-        any(n.startswith(_PREFIX) for n in scope_names(eqn.source_info.name_stack))
-        or any(map(holds_region, jaxprs_in_params(eqn.params)))
-        for eqn in program.eqns
+        name.startswith(_PREFIX)
+        for eqn in equations(program)
+        for name in scope_names(eqn.source_info.name_stack)
     )
 
 

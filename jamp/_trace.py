@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import jaxprs_in_params
 
 from jamp import _dtypes, _regions
 from jamp._emit import Scribe
+from jamp._equations import equations
 from jamp._interpret import Context, Interpreter
 from jamp._plan import primitives
 from jamp._regions import Options, Scope
@@ -103,10 +103,10 @@ def _make_jaxpr(flat: Callable[[list[Any]], Any], arrays: list[Any]) -> Any:
 
 def _refuses_16_bits(program: Any) -> bool:
     return any(
-        any(_dtypes.narrow(_dtypes.dtype_of(var)) for var in eqn.invars)
+        _dtypes.narrow(_dtypes.dtype_of(var))
+        for eqn in equations(program)
         if eqn.primitive.name in primitives.FLOAT32_ONLY
-        else any(map(_refuses_16_bits, jaxprs_in_params(eqn.params)))
-        for eqn in program.eqns
+        for var in eqn.invars
     )
 
 

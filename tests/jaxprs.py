@@ -6,17 +6,10 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxprs_in_params
+
+from jamp._equations import equations
 
 LOW = (np.dtype(np.float16), np.dtype(jnp.bfloat16))
-
-
-def equations(jaxpr):
-    """All equations of a jaxpr, those of inner programs included."""
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        yield eqn
-        for inner in jaxprs_in_params(eqn.params):
-            yield from equations(inner)
 
 
 def traced(fn, *args, **kwargs):

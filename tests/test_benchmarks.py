@@ -12,6 +12,7 @@ import pytest
 import results_file
 import step_summary
 import steps
+from jaxprs import equations
 from measuring import Comparison, Plan
 from rich.console import Console
 from rivals.flax_program import FlaxProgram
@@ -97,7 +98,7 @@ def test_casts_of_a_jaxpr_are_counted_in_inner_programs_too():
 
 def test_a_conversion_to_the_same_dtype_is_no_cast():
     jaxpr = jax.make_jaxpr(lambda number: jnp.asarray(number, jnp.float32))(1.0)
-    names = [eqn.primitive.name for eqn in program_figures.equations(jaxpr)]
+    names = [eqn.primitive.name for eqn in equations(jaxpr)]
     assert names == ["convert_element_type"]  # it was weakly typed
     assert program_figures.casts_in_jaxpr(jaxpr) == 0
 

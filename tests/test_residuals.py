@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import program_figures
 import pytest
+from jaxprs import equations
 
 import jamp
 
@@ -95,7 +96,7 @@ def test_a_sort_inside_a_float32_function_is_not_run_again():
             )(*args)[0]
         )
     )(*arguments())
-    names = [eqn.primitive.name for eqn in program_figures.equations(program.jaxpr)]
+    names = [eqn.primitive.name for eqn in equations(program.jaxpr)]
     assert names.count("sort") == 1
 
 
@@ -140,7 +141,7 @@ def test_gradients_enter_and_leave_what_is_run_again_in_16_bits(name):
     program = jax.make_jaxpr(jax.grad(lambda *args: cast(*args)[0]))(*arguments())
     dtypes = [
         str(var.aval.dtype)
-        for eqn in program_figures.equations(program.jaxpr)
+        for eqn in equations(program.jaxpr)
         if eqn.params.get("differentiated")
         for var in (*eqn.invars, *eqn.outvars)
         if var.aval.shape == WIDE

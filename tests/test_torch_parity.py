@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
+from jax.extend.core import jaxpr_as_fun
+from jaxprs import equations
 from op_cases import CASES, draw
 from torch_parity import (
     BY_OP,
@@ -149,13 +150,6 @@ NOT_ON_CPU = {
         "jax.nn.dot_product_attention asks for an algorithm for float16 that CPUs lack"
     )
 }
-
-
-def equations(jaxpr):
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in jaxprs_in_params(eqn.params):
-            yield from equations(inner)
 
 
 def narrowest(program):

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.extend.source_info_util import current_name_stack
 from jax.ref import AbstractRef
 
@@ -26,6 +26,7 @@ from jamp._diagnosis.paths import (
     label_of,
 )
 from jamp._emit import Scribe
+from jamp._equations import equations
 from jamp._errors import AutocastError, AutocastTypeError
 from jamp._regions import Options
 
@@ -279,16 +280,9 @@ def _described(value: Any) -> str:
 
 def _holds_refs(program: Any) -> bool:
     """Whether a program reads or writes mutable arrays; kernels may, inside."""
-    jaxpr = getattr(program, "jaxpr", program)
-    atoms = [*jaxpr.invars, *jaxpr.constvars]
-    for eqn in jaxpr.eqns:
-        atoms += eqn.outvars
-    return any(isinstance(atom.aval, AbstractRef) for atom in atoms) or any(
-        _holds_refs(inner)
-        for eqn in jaxpr.eqns
-        if eqn.primitive.name != "pallas_call"
-        for inner in jaxprs_in_params(eqn.params)
-    )
+    inside = equations(program, lambda eqn: eqn.primitive.name != "pallas_call")
+    atoms = (atom for eqn in inside for atom in (*eqn.invars, *eqn.outvars))
+    return any(isinstance(a.aval, AbstractRef) for a in (*program.jaxpr.invars, *atoms))
 
 
 def _in_regions(program: Any, settings: Settings) -> Any:

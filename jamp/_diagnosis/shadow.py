@@ -7,12 +7,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import JaxprEqn, jaxprs_in_params
+from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes
 from jamp._diagnosis.measure import Pair, has_shadow, wide_dtype
 from jamp._dtypes import FLOAT32
 from jamp._emit import bind
+from jamp._equations import holds_program
 from jamp._plan import primitives
 from jamp._rules.plain import scatter
 
@@ -77,9 +78,7 @@ def _is_narrow(atom: Any) -> bool:
 
 def _is_opaque(eqn: JaxprEqn) -> bool:
     """Whether an equation runs only in the dtypes that it stands in."""
-    return eqn.primitive.name in primitives.DTYPE_BOUND or any(
-        True for _ in jaxprs_in_params(eqn.params)
-    )
+    return eqn.primitive.name in primitives.DTYPE_BOUND or holds_program(eqn)
 
 
 def _like(array: Any, other: Any) -> Any:

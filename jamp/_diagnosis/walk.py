@@ -18,6 +18,7 @@ from jamp import _dtypes
 from jamp._diagnosis.ledger import Ledger, Place, Site, Value
 from jamp._diagnosis.measure import Pair, is_measured
 from jamp._diagnosis.shadow import EXACTLY, as_pair, run_pair
+from jamp._equations import equations
 from jamp._plan import primitives
 from jamp._rules.programs import closed
 
@@ -171,8 +172,8 @@ def _unused_after(jaxpr: Any) -> list[list[Any]]:
 
 def count_equations(program: Any) -> int:
     """How many equations a walk goes through, a loop counted as one."""
-    total = 0
-    for eqn in closed(program).jaxpr.eqns:
-        param = primitives.CALLS.get(eqn.primitive.name)
-        total += 1 if param is None else count_equations(eqn.params[param])
-    return total
+
+    def is_call(eqn: JaxprEqn) -> bool:
+        return eqn.primitive.name in primitives.CALLS
+
+    return sum(not is_call(eqn) for eqn in equations(program, is_call))

@@ -1,0 +1,29 @@
+"""All equations of a program, those of the programs that they hold included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jax.extend.core import JaxprEqn, jaxprs_in_params
+
+
+def equations(
+    program: Any, enter: Callable[[JaxprEqn], bool] = lambda eqn: True
+) -> Iterator[JaxprEqn]:
+    """The equations of a program, each followed by those that it holds.
+
+    Args:
+      program: a jaxpr, closed or not.
+      enter: whether the programs that an equation holds are looked into.
+    """
+    for eqn in program.eqns:
+        yield eqn
+        if enter(eqn):
+            for inner in jaxprs_in_params(eqn.params):
+                yield from equations(inner, enter)
+
+
+def holds_program(eqn: JaxprEqn) -> bool:
+    """Whether an equation holds any program."""
+    return any(True for _ in jaxprs_in_params(eqn.params))
