@@ -27,7 +27,7 @@ train: $(VENV)/.installed-$(VERSION)-examples
 test: $(VENV)/.installed-$(VERSION)-test
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy --strict jamp
+	$(BIN)/mypy --strict jamp tests/typing_examples.py
 	$(BIN)/pytest -n 2
 
 test-slow: $(VENV)/.installed-$(VERSION)-test

@@ -7,7 +7,7 @@ import inspect
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
-from typing import Any, Never, ParamSpec, TypeVar
+from typing import Any, Never, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import numpy as np
@@ -17,9 +17,24 @@ from jamp import _dtypes, _nnx, _regions
 from jamp._compat import trace_context, under_trace
 from jamp._emit import Scribe
 from jamp._errors import AutocastError, AutocastTypeError
+from jamp._policy import Policy
 from jamp._processor import warn_if_slow
 from jamp._regions import Options
 from jamp._trace import Traced, is_array, run, trace
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class _AutocastOptions(TypedDict, total=False):
+    """The options of `autocast`, for its overloads."""
+
+    device_type: str | None
+    dtype: Any
+    enabled: bool
+    cache_enabled: bool
+    policy: Policy | None
+    output_dtype: Any
 
 
 class _Transformed:
@@ -106,7 +121,92 @@ def _cast_outputs(result: Any, dtype: Any) -> Any:
     )
 
 
-class autocast:
+class Autocast:
+    """A decorator, and a context manager for a region; see `autocast`."""
+
+    def __init__(self, arguments: tuple[Any, ...], output_dtype: Any) -> None:
+        self._arguments = arguments
+        self._output_dtype = output_dtype
+        self._entered = threading.local()
+        # Wrong arguments are reported where they were written. Defaults wait for the
+        # call: a decorator must not make JAX look for its devices.
+        _regions.check_options(*arguments)
+        if output_dtype is not None:
+            _regions.check_floating("output_dtype", output_dtype)
+
+    def __call__(self, fn: Callable[_P, _R]) -> Callable[_P, _R]:
+        if isinstance(fn, str):
+            raise AutocastTypeError(
+                f"autocast transforms a function, got {fn!r}; device_type is a "
+                f"keyword: autocast(device_type={fn!r})"
+            )
+        if inspect.isclass(fn):
+            raise AutocastTypeError(
+                f"autocast transforms a function, got the class {fn.__name__}; "
+                "decorate its __call__ (flax.nnx) or wrap the function that calls "
+                "model.apply (flax.linen)"
+            )
+        if not callable(fn):
+            raise AutocastTypeError(
+                f"autocast transforms a function, got {type(fn).__name__}; write "
+                "autocast(fn)(x), not autocast(fn(x))"
+            )
+        if isinstance(fn, Autocast):
+            raise AutocastTypeError("autocast transforms a function, got an autocast")
+        transformed: dict[Options, _Transformed] = {}
+
+        # Not the attributes: a module is callable and full of them.
+        @functools.wraps(fn, updated=())
+        def under_autocast(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            options = _regions.make_options(*self._arguments)
+            if options.enabled and options.device_type == "cpu":
+                warn_if_slow(options.dtype)
+            if options not in transformed:
+                transformed[options] = _Transformed(fn, options, self._output_dtype)
+            result: _R = transformed[options](args, kwargs)
+            return result
+
+        return under_autocast
+
+    def __enter__(self) -> None:
+        options = _regions.make_options(*self._arguments)
+        stack = ExitStack()
+        if _regions.current() is not None:
+            stack.enter_context(_regions.region(options))
+        elif options.enabled:
+            raise AutocastError(
+                "an autocast region takes effect only inside a function under autocast:"
+                " it cannot rewrite code that nobody traces. Wrap the function, as in "
+                "jamp.autocast(fn)(x) or @jamp.autocast above its def"
+            )
+        if not hasattr(self._entered, "stacks"):
+            self._entered.stacks = []
+        self._entered.stacks.append(stack)
+
+    def __exit__(self, *exception: Any) -> None:
+        self._entered.stacks.pop().__exit__(*exception)
+
+
+@overload
+def autocast(
+    fn: Callable[_P, _R], **options: Unpack[_AutocastOptions]
+) -> Callable[_P, _R]: ...
+
+
+@overload
+def autocast(fn: None = None, **options: Unpack[_AutocastOptions]) -> Autocast: ...
+
+
+def autocast(
+    fn: Any = None,
+    *unnamed: Never,
+    device_type: str | None = None,
+    dtype: Any = None,
+    enabled: bool = True,
+    cache_enabled: bool = True,
+    policy: Policy | None = None,
+    output_dtype: Any = None,
+) -> Any:
     """Runs a function, or a region of one, in mixed precision.
 
     As a transform, `autocast(fn)` returns a function that computes what `fn` does with
@@ -143,99 +243,18 @@ class autocast:
       AutocastTypeError: `fn` is not callable, or a class; an argument has the wrong
         type; or, at the call, a bound `flax.linen` module would collect variables.
     """
-
-    _arguments: tuple[Any, ...]
-    _output_dtype: Any
-    _entered: threading.local
-
-    def __new__(
-        cls,
-        fn: Any = None,
-        *unnamed: Never,
-        device_type: str | None = None,
-        dtype: Any = None,
-        enabled: bool = True,
-        cache_enabled: bool = True,
-        policy: Any = None,
-        output_dtype: Any = None,
-    ) -> Any:
-        if unnamed:
-            raise AutocastTypeError(
-                "autocast takes its options by name, as in "
-                "autocast(fn, device_type='cuda')"
-            )
-        self = super().__new__(cls)
-        self._arguments = (device_type, dtype, enabled, cache_enabled, policy)
-        self._output_dtype = output_dtype
-        self._entered = threading.local()
-        # Wrong arguments are reported where they were written. Defaults wait for the
-        # call: a decorator must not make JAX look for its devices.
-        _regions.check_options(*self._arguments)
-        if output_dtype is not None:
-            _regions.check_floating("output_dtype", output_dtype)
-        return self if fn is None else self(fn)
-
-    def __call__(self, fn: Any) -> Any:
-        """Transforms a function."""
-        if isinstance(fn, str):
-            raise AutocastTypeError(
-                f"autocast transforms a function, got {fn!r}; device_type is a "
-                f"keyword: autocast(device_type={fn!r})"
-            )
-        if inspect.isclass(fn):
-            raise AutocastTypeError(
-                f"autocast transforms a function, got the class {fn.__name__}; "
-                "decorate its __call__ (flax.nnx) or wrap the function that calls "
-                "model.apply (flax.linen)"
-            )
-        if not callable(fn):
-            raise AutocastTypeError(
-                f"autocast transforms a function, got {type(fn).__name__}; write "
-                "autocast(fn)(x), not autocast(fn(x))"
-            )
-        if isinstance(fn, autocast):
-            raise AutocastTypeError("autocast transforms a function, got an autocast")
-        transformed: dict[Options, _Transformed] = {}
-
-        # Not the attributes: a module is callable and full of them.
-        @functools.wraps(fn, updated=())
-        def under_autocast(*args: Any, **kwargs: Any) -> Any:
-            options = _regions.make_options(*self._arguments)
-            if options.enabled and options.device_type == "cpu":
-                warn_if_slow(options.dtype)
-            if options not in transformed:
-                transformed[options] = _Transformed(fn, options, self._output_dtype)
-            return transformed[options](args, kwargs)
-
-        return under_autocast
-
-    def __enter__(self) -> None:
-        options = _regions.make_options(*self._arguments)
-        stack = ExitStack()
-        if _regions.current() is not None:
-            stack.enter_context(_regions.region(options))
-        elif options.enabled:
-            raise AutocastError(
-                "an autocast region takes effect only inside a function under autocast:"
-                " it cannot rewrite code that nobody traces. Wrap the function, as in "
-                "jamp.autocast(fn)(x) or @jamp.autocast above its def"
-            )
-        if not hasattr(self._entered, "stacks"):
-            self._entered.stacks = []
-        self._entered.stacks.append(stack)
-
-    def __exit__(self, *exception: Any) -> None:
-        self._entered.stacks.pop().__exit__(*exception)
-
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+    if unnamed:
+        raise AutocastTypeError(
+            "autocast takes its options by name, as in autocast(fn, device_type='cuda')"
+        )
+    arguments = (device_type, dtype, enabled, cache_enabled, policy)
+    transform = Autocast(arguments, output_dtype)
+    return transform if fn is None else transform(fn)
 
 
 def as_written(fn: Callable[_P, _R]) -> Callable[_P, _R]:
     """A function that an autocast around it leaves in the dtypes it is written in."""
-    written: Callable[_P, _R] = autocast(fn, enabled=False)
-    return written
+    return autocast(fn, enabled=False)
 
 
 def is_autocast_enabled(device_type: str | None = None) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 
@@ -13,6 +13,21 @@ from jamp._autocast import autocast, is_autocast_enabled
 from jamp._errors import AutocastTypeError
 from jamp._regions import check_floating
 from jamp._trace import is_array
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+@overload
+def custom_fwd(
+    fn: Callable[_P, _R], *, device_type: str | None = None, cast_inputs: Any = None
+) -> Callable[_P, _R]: ...
+
+
+@overload
+def custom_fwd(
+    fn: None = None, *, device_type: str | None = None, cast_inputs: Any = None
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]: ...
 
 
 def custom_fwd(
@@ -75,6 +90,18 @@ def custom_fwd(
             return fn(*args, **kwargs)
 
     return with_own_dtypes
+
+
+@overload
+def custom_bwd(
+    fn: Callable[_P, _R], *, device_type: str | None = None, cast_inputs: Any = None
+) -> Callable[_P, _R]: ...
+
+
+@overload
+def custom_bwd(
+    fn: None = None, *, device_type: str | None = None, cast_inputs: Any = None
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]: ...
 
 
 def custom_bwd(
