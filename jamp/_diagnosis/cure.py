@@ -16,7 +16,7 @@ from jamp._regions import Options
 
 # How many faults are cured one after another, where one change does not cure all.
 ROUNDS = 6
-# How many places behind the faults are tried, where no change at a fault cures it.
+# How many operations behind the faults are tried, where no change at a fault cures it.
 FURTHER = 8
 
 Examine = Callable[[Settings], Examination]
@@ -93,18 +93,18 @@ def _step(
     # Compiled as a whole, a program rounds a little otherwise than step by step.
     if not examination.faults or examination.faults[0].measured is None:
         return None
-    site = examination.faults[0].measured.site
-    place = (site.location, site.scaled)
+    output = examination.faults[0].measured.output
+    fault = (output.location, output.scaled)
     for change in candidates:
-        if not change.covers(site):
+        if not change.covers(output):
             continue
         after = examine(change.apply(examination.settings))
-        places = [
-            (f.measured.site.location, f.measured.site.scaled)
+        left = [
+            (f.measured.output.location, f.measured.output.scaled)
             for f in after.faults
             if f.measured is not None
         ]
-        if place not in places:
+        if fault not in left:
             return change, after
     return None
 

@@ -22,7 +22,7 @@ from jamp._diagnosis.findings import (
     Underflow,
 )
 from jamp._diagnosis.judge import Fault, error_limit, gradient_error, kind_of
-from jamp._diagnosis.ledger import Measured, Site
+from jamp._diagnosis.ledger import Measured, Output
 from jamp._diagnosis.program import Settings, Subject
 from jamp._diagnosis.progress import shown
 from jamp._diagnosis.suggest import Change
@@ -143,7 +143,7 @@ def _causes(faults: list[Fault], changes: list[Change]) -> list[Fault]:
 
     def changed(measured: Measured | None) -> bool:
         return measured is not None and any(
-            change.covers(measured.site) for change in changes
+            change.covers(measured.output) for change in changes
         )
 
     causes = [fault for fault in faults if changed(fault.measured)]
@@ -156,8 +156,8 @@ def _causes(faults: list[Fault], changes: list[Change]) -> list[Fault]:
 
 
 def _by_hand(fault: Fault) -> Suggestion:
-    place = fault.measured.site.location if fault.measured else None
-    code = f"# change {place or 'the program'}"
+    location = fault.measured.output.location if fault.measured else None
+    code = f"# change {location or 'the program'}"
     reason = (
         "no rule cures this: the program itself computes there in 16 bits, or on values"
         " that do not fit; keep them in float32, or scale them"
@@ -196,30 +196,30 @@ def _finding(fault: Fault, subject: Subject) -> Finding:
         what = f"argument {named}" if named else "an argument or a constant"
         message = f"{what} is not finite, so that float32 is not finite either"
         return Finding(fault.kind, ARGUMENT, "", None, "", False, None, message)
-    site = fault.measured.site
+    output = fault.measured.output
     return Finding(
         kind=fault.kind,
-        operation=site.eqn.primitive.name,
-        dtype=site.dtype.name,
-        location=site.location,
-        scope="/".join(site.scope),
-        gradient=site.scaled,
+        operation=output.eqn.primitive.name,
+        dtype=output.dtype.name,
+        location=output.location,
+        scope="/".join(output.scope),
+        gradient=output.scaled,
         iteration=fault.measured.statistics.first,
         message=_message(fault.kind, fault.measured),
     )
 
 
 def _message(kind: str, measured: Measured) -> str:
-    site, found = measured.site, measured.statistics
-    name, dtype = site.eqn.primitive.name, site.dtype.name
+    output, found = measured.output, measured.statistics
+    name, dtype = output.eqn.primitive.name, output.dtype.name
     what = (
         f"a cast to {dtype}" if name == "convert_element_type" else f"{name} in {dtype}"
     )
-    what += " of the gradient" if site.scaled else ""
+    what += " of the gradient" if output.scaled else ""
     if kind == "float32":
         return f"float32 is not finite either, from {name} on"
     if kind == "overflow":
-        largest = float(jnp.finfo(site.dtype).max)
+        largest = float(jnp.finfo(output.dtype).max)
         when = "" if found.first is None else f", first in iteration {found.first}"
         return (
             f"{what} is not finite: it reaches {found.largest:.3g}, {dtype} holds "
@@ -228,7 +228,7 @@ def _message(kind: str, measured: Measured) -> str:
     if kind == "underflow":
         zero, small = found.flushed / found.nonzero, found.subnormal / found.nonzero
         return f"{what} makes {zero:.0%} of it zero and {small:.0%} subnormal"
-    explained = found.error <= error_limit(site.dtype, 0)
+    explained = found.error <= error_limit(output.dtype, 0)
     grows = ", which later operations amplify" if explained else ""
     return f"{what} has a relative error of {found.error:.2g}{grows}"
 
@@ -236,13 +236,13 @@ def _message(kind: str, measured: Measured) -> str:
 def _underflows(measured: Sequence[Measured]) -> tuple[Underflow, ...]:
     found = [
         Underflow(
-            m.site.eqn.primitive.name,
-            m.site.location,
+            m.output.eqn.primitive.name,
+            m.output.location,
             m.statistics.flushed / m.statistics.nonzero,
             m.statistics.subnormal / m.statistics.nonzero,
         )
         for m in measured
-        if narrow(m.site.dtype)
+        if narrow(m.output.dtype)
         and m.statistics.flushed + m.statistics.subnormal
         and kind_of(m, share=0.0) == "underflow"
     ]
@@ -253,8 +253,8 @@ def _underflows(measured: Sequence[Measured]) -> tuple[Underflow, ...]:
 def _histograms(measured: Sequence[Measured]) -> tuple[Histogram, ...]:
     counts: dict[tuple[str, bool], Any] = {}
     for m in measured:
-        if narrow(m.site.dtype):
-            key = (_module(m.site), m.site.scaled)
+        if narrow(m.output.dtype):
+            key = (_module(m.output), m.output.scaled)
             counts[key] = counts.get(key, 0) + m.statistics.exponents
     return tuple(
         Histogram(module, gradient, np.asarray(count))
@@ -262,7 +262,7 @@ def _histograms(measured: Sequence[Measured]) -> tuple[Histogram, ...]:
     )
 
 
-def _module(site: Site) -> str:
-    if site.scope:
-        return "/".join(site.scope)
-    return site.location.function if site.location else "unknown"
+def _module(output: Output) -> str:
+    if output.scope:
+        return "/".join(output.scope)
+    return output.location.function if output.location else "unknown"

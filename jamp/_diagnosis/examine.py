@@ -55,7 +55,7 @@ class Examination:
     @property
     def roundings(self) -> int:
         """How many operations round to 16 bits."""
-        return sum(_dtypes.narrow(m.site.dtype) for m in self.measured)
+        return sum(_dtypes.narrow(m.output.dtype) for m in self.measured)
 
 
 def examine(
@@ -83,7 +83,7 @@ def examine(
         ]
         results = walk.run(program.closed, values)
         outcomes = [
-            Outcome.of(label, gradient, value.pair, value.origins)
+            Outcome.of(label, gradient, value.pair, value.producers)
             for label, gradient, value in _floating(program, results)
         ]
     measured = walk.ledger.measured
@@ -134,7 +134,7 @@ def scale_window(examination: Examination) -> tuple[float, float] | None:
     gradients = [
         m.statistics
         for m in examination.measured
-        if m.site.scaled and m.site.dtype == dtype and m.statistics.nonzero
+        if m.output.scaled and m.output.dtype == dtype and m.statistics.nonzero
     ]
     info = jnp.finfo(dtype)
     # With the range of float32 there is nothing to scale.

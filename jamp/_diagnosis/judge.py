@@ -140,9 +140,9 @@ def kind_of(measured: Measured, share: float = UNDERFLOWED) -> str:
       measured: the operation.
       share: it has underflowed if more than this share of its elements is too small.
     """
-    site, found = measured
+    output, found = measured
     # What is zero for another reason, such as a difference, has not underflowed.
-    lowest = int(jnp.finfo(site.dtype).minexp)
+    lowest = int(jnp.finfo(output.dtype).minexp)
     small = found.exponents[: max(0, lowest - LOWEST_EXPONENT)].sum()
     return "underflow" if small > share * found.nonzero else "precision"
 
@@ -156,8 +156,10 @@ def find_faults(verdict: Verdict, ledger: Ledger) -> list[Fault]:
     """
 
     def path_to(outcomes: Sequence[Outcome]) -> list[Measured]:
-        sites = ledger.led_to(site for outcome in outcomes for site in outcome.origins)
-        return [m for m in ledger.measured if m.site.number in sites]
+        outputs = ledger.ancestors(
+            output for outcome in outcomes for output in outcome.producers
+        )
+        return [m for m in ledger.measured if m.output.number in outputs]
 
     faults: list[Fault] = []
     wild = verdict.wild if verdict.spoiled else verdict.alike
@@ -170,7 +172,7 @@ def find_faults(verdict: Verdict, ledger: Ledger) -> list[Fault]:
         found: dict[Any, Fault] = {}
         for measured in _one_per_line(overflowed):
             fault = _overflow(measured, ledger)
-            found.setdefault(_place(fault.measured), fault)
+            found.setdefault(_line(fault.measured), fault)
         faults += found.values()
     else:
         suspects = [_beginning(m, ledger) for m in _suspects(path)]
@@ -182,16 +184,16 @@ def _behind(fault: Fault, ledger: Ledger) -> tuple[Measured, ...]:
     """The operations in 16 bits that led to a fault, nearest first, one per line."""
     if fault.measured is None:
         return ()
-    numbers = ledger.led_to(ledger.origins(fault.measured.site.number))
+    numbers = ledger.ancestors(ledger.producers(fault.measured.output.number))
     known = map(ledger.get, numbers)
-    found = [m for m in known if m is not None and narrow(m.site.dtype)]
+    found = [m for m in known if m is not None and narrow(m.output.dtype)]
     return tuple(_one_per_line(found))
 
 
 def _beginning(found: Measured, ledger: Ledger) -> Measured:
     """The operation behind one that only passes an error on, or amplifies it."""
     while _passes_on(found):
-        operands = map(ledger.get, ledger.origins(found.site.number))
+        operands = map(ledger.get, ledger.producers(found.output.number))
         wrong = [m for m in operands if m is not None and m.statistics.error]
         if len(wrong) != 1:
             break
@@ -201,15 +203,15 @@ def _beginning(found: Measured, ledger: Ledger) -> Measured:
 
 def _passes_on(measured: Measured) -> bool:
     """Whether an operation rounds by far less than its result is wrong."""
-    site, found = measured
+    output, found = measured
     if found.introduced != found.introduced_once:
         # In a loop, the error may have come with what is carried.
         return False
-    if not narrow(site.dtype) or not found.introduced:
+    if not narrow(output.dtype) or not found.introduced:
         return True
-    exact = ROUNDINGS * float(jnp.finfo(site.dtype).eps)
+    exact = ROUNDINGS * float(jnp.finfo(output.dtype).eps)
     return (
-        site.eqn.primitive.name in primitives.FUNCTIONS
+        output.eqn.primitive.name in primitives.FUNCTIONS
         and kind_of(measured) == "precision"
         and found.error > exact
     )
@@ -228,19 +230,19 @@ def _overflow(measured: Measured, ledger: Ledger) -> Fault:
     A result that the dtype could hold is not finite because of an operand: one that
     became zero and is divided by, or one that was negative by its error only.
     """
-    site = measured.site
-    if measured.statistics.largest > float(jnp.finfo(site.dtype).max):
+    output = measured.output
+    if measured.statistics.largest > float(jnp.finfo(output.dtype).max):
         return Fault("overflow", measured)
     cause, zeros = measured, [measured]
     while zeros:
         cause = zeros[0]
-        operands = map(ledger.get, ledger.origins(cause.site.number))
+        operands = map(ledger.get, ledger.producers(cause.output.number))
         zeros = [m for m in operands if m is not None and m.statistics.flushed]
     if cause is not measured:
         # One zero that is divided by is enough.
         return Fault(kind_of(cause, share=0.0), cause)
-    before = ledger.led_to(ledger.origins(site.number))
-    suspects = _suspects([m for m in ledger.measured if m.site.number in before])
+    before = ledger.ancestors(ledger.producers(output.number))
+    suspects = _suspects([m for m in ledger.measured if m.output.number in before])
     return (
         Fault(kind_of(suspects[0]), suspects[0])
         if suspects
@@ -252,12 +254,12 @@ def _one_per_line(found: Sequence[Measured]) -> list[Measured]:
     """The first of each line and module, forward and backward."""
     first: dict[Any, Measured] = {}
     for measured in found:
-        first.setdefault(_place(measured), measured)
+        first.setdefault(_line(measured), measured)
     return list(first.values())
 
 
-def _place(measured: Measured | None) -> Any:
+def _line(measured: Measured | None) -> Any:
     if measured is None:
         return None
-    site = measured.site
-    return site.location, site.scope, site.scaled
+    output = measured.output
+    return output.location, output.scope, output.scaled

@@ -15,11 +15,11 @@ from jamp._regions import Scope
 
 
 @dataclass(frozen=True, eq=False)
-class Site:
+class Output:
     """One result of an equation of the program.
 
     Attributes:
-      number: counts the sites in the program's order.
+      number: counts the outputs in the program's order.
       eqn: the equation.
       dtype: the dtype of the result.
       scope: the named scopes around it, outermost first.
@@ -35,58 +35,58 @@ class Site:
     scaled: bool
 
     @property
-    def sources(self) -> tuple[JaxprEqn, ...]:
+    def eqns(self) -> tuple[JaxprEqn, ...]:
         """The equation and its callers, innermost first."""
         return (self.eqn, *reversed(self.callers))
 
     @property
     def location(self) -> _origin.Location | None:
         """The user's line that led to the equation."""
-        found = map(_origin.location, self.sources)
-        return next((place for place in found if place is not None), None)
+        found = map(_origin.location, self.eqns)
+        return next((line for line in found if line is not None), None)
 
 
 class Measured(NamedTuple):
-    """A site and its statistics."""
+    """An output and its statistics."""
 
-    site: Site
+    output: Output
     statistics: Statistics
 
 
 class Ledger:
-    """What was measured, site by site, and what was computed from what."""
+    """What was measured, output by output, and what was computed from what."""
 
     def __init__(self) -> None:
         self._found: dict[int, Measured] = {}
-        self._origins: list[frozenset[int]] = []
+        self._producers: list[frozenset[int]] = []
 
-    def number(self, origins: Iterable[int]) -> int:
-        """A number for a further site, whose operands came from others."""
-        self._origins.append(frozenset(origins))
-        return len(self._origins) - 1
+    def number(self, producers: Iterable[int]) -> int:
+        """A number for a further output, given those that its operands came from."""
+        self._producers.append(frozenset(producers))
+        return len(self._producers) - 1
 
     @property
     def size(self) -> int:
-        """How many sites there are."""
-        return len(self._origins)
+        """How many outputs there are."""
+        return len(self._producers)
 
-    def origins(self, number: int) -> frozenset[int]:
-        """The sites that the operands of a site came from."""
-        return self._origins[number]
+    def producers(self, number: int) -> frozenset[int]:
+        """The outputs that the operands of an output came from."""
+        return self._producers[number]
 
     def get(self, number: int) -> Measured | None:
-        """What was measured at a site; None if it has not run."""
+        """What was measured at an output; None if it has not run."""
         return self._found.get(number)
 
-    def led_to(self, origins: Iterable[int]) -> dict[int, None]:
-        """The sites that values from these sites were computed from, nearest first.
+    def ancestors(self, numbers: Iterable[int]) -> dict[int, None]:
+        """The outputs that values from these outputs were computed from, nearest first.
 
-        These sites themselves are among them.
+        These outputs themselves are among them.
         """
-        found = dict.fromkeys(origins)
+        found = dict.fromkeys(numbers)
         nearest = list(found)
         while nearest:
-            further = (self._origins[number] for number in nearest)
+            further = (self._producers[number] for number in nearest)
             nearest = [
                 number
                 for number in dict.fromkeys(chain.from_iterable(map(sorted, further)))
@@ -100,14 +100,18 @@ class Ledger:
         return state_of(pair)
 
     def note(
-        self, site: Site, pair: Pair, operands: Sequence[State], iteration: int | None
+        self,
+        output: Output,
+        pair: Pair,
+        operands: Sequence[State],
+        iteration: int | None,
     ) -> State:
         """Measures a result; returns its state."""
         statistics, state = measure(pair, operands, iteration)
-        known = self._found.get(site.number)
+        known = self._found.get(output.number)
         if known is not None:
             statistics = known.statistics.merge(statistics)
-        self._found[site.number] = Measured(site, statistics)
+        self._found[output.number] = Measured(output, statistics)
         return state
 
     @property
@@ -116,7 +120,7 @@ class Ledger:
         return [self._found[number] for number in sorted(self._found)]
 
 
-class Value(NamedTuple):
+class Tracked(NamedTuple):
     """A value of the walk.
 
     Attributes:
@@ -124,23 +128,23 @@ class Value(NamedTuple):
       state: how far it is from float32's, or, inside a loop, where that will be found;
         None for what is not measured.
       scaled: whether it depends on the loss scale.
-      origins: the sites that it came from.
+      producers: the outputs that it came from.
     """
 
     pair: Pair
     state: Any
     scaled: bool
-    origins: frozenset[int]
+    producers: frozenset[int]
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where in the program the walk is."""
+class Nesting:
+    """What an equation stands in: named scopes, and the equations that call it."""
 
     scope: Scope = field(default_factory=Scope)
     callers: tuple[JaxprEqn, ...] = ()
 
-    def enter(self, eqn: JaxprEqn) -> Place:
-        """The place of the program that an equation holds."""
+    def enter(self, eqn: JaxprEqn) -> Nesting:
+        """What the program that an equation holds stands in."""
         scope = self.scope.enter(eqn.source_info.name_stack)
-        return Place(scope, (*self.callers, eqn))
+        return Nesting(scope, (*self.callers, eqn))

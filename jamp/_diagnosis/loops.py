@@ -15,21 +15,21 @@ from jax.experimental import io_callback
 from jax.extend.core import JaxprEqn, Literal, jaxpr_as_fun
 
 from jamp._compat import scan_counts
-from jamp._diagnosis.ledger import Ledger, Place, Site, Value
+from jamp._diagnosis.ledger import Ledger, Nesting, Output, Tracked
 from jamp._diagnosis.measure import Pair, State
 from jamp._diagnosis.shadow import EXACTLY
 from jamp._diagnosis.walk import Walk
 
 
 def run_scan(
-    walk: Walk, eqn: JaxprEqn, operands: Sequence[Value], place: Place
-) -> list[Value]:
+    walk: Walk, eqn: JaxprEqn, operands: Sequence[Tracked], nesting: Nesting
+) -> list[Tracked]:
     """Runs a scan."""
     start, count = scan_counts(eqn.params)
     stop = start + count
     program = eqn.params["jaxpr"]
     flags = _settled(program, [operand.scaled for operand in operands], start, stop)
-    origins = [operand.origins for operand in operands]
+    producers = [operand.producers for operand in operands]
 
     def loop(operands: Sequence[Pair]) -> list[Pair]:
         consts, carry, xs = operands[:start], operands[start:stop], operands[stop:]
@@ -37,7 +37,9 @@ def run_scan(
         def step(state: Any, slices: Any) -> Any:
             iteration, carry = state
             pairs = [*consts, *carry, *slices]
-            results = _observed(walk, program, pairs, flags, origins, place, iteration)
+            results = _observed(
+                walk, program, pairs, flags, producers, nesting, iteration
+            )
             return (iteration + 1, results[:count]), results[count:]
 
         (_, carry), ys = jax.lax.scan(
@@ -53,14 +55,14 @@ def run_scan(
 
 
 def run_while(
-    walk: Walk, eqn: JaxprEqn, operands: Sequence[Value], place: Place
-) -> list[Value]:
+    walk: Walk, eqn: JaxprEqn, operands: Sequence[Tracked], nesting: Nesting
+) -> list[Tracked]:
     """Runs a while loop."""
     split, count = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     program, condition = eqn.params["body_jaxpr"], eqn.params["cond_jaxpr"]
     flags = [operand.scaled for operand in operands[split:]]
     flags = _settled(program, flags, count, len(flags))
-    origins = [operand.origins for operand in operands[split:]]
+    producers = [operand.producers for operand in operands[split:]]
 
     def loop(operands: Sequence[Pair]) -> list[Pair]:
         tested, consts = operands[:split], operands[split : split + count]
@@ -72,7 +74,9 @@ def run_while(
         def step(state: Any) -> Any:
             iteration, carry = state
             pairs = [*consts, *carry]
-            results = _observed(walk, program, pairs, flags, origins, place, iteration)
+            results = _observed(
+                walk, program, pairs, flags, producers, nesting, iteration
+            )
             return iteration + 1, results
 
         start = (np.int32(0), list(operands[split + count :]))
@@ -83,20 +87,20 @@ def run_while(
 
 
 def run_cond(
-    walk: Walk, eqn: JaxprEqn, operands: Sequence[Value], place: Place
-) -> list[Value]:
+    walk: Walk, eqn: JaxprEqn, operands: Sequence[Tracked], nesting: Nesting
+) -> list[Tracked]:
     """Runs the branch that the run under autocast takes."""
     index, rest = operands[0].pair.computed, operands[1:]
     branches = eqn.params["branches"]
     if walk.eager:
         taken = min(max(int(index), 0), len(branches) - 1)
-        return walk.run(branches[taken], rest, place)
+        return walk.run(branches[taken], rest, nesting)
     flags = [operand.scaled for operand in rest]
-    origins = [operand.origins for operand in rest]
+    producers = [operand.producers for operand in rest]
 
     def function(branch: Any) -> Callable[..., list[Pair]]:
         return lambda *pairs: _observed(
-            walk, branch, pairs, flags, origins, place, walk.iteration
+            walk, branch, pairs, flags, producers, nesting, walk.iteration
         )
 
     functions = list(map(function, branches))
@@ -114,39 +118,41 @@ class _Notes:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._pairs: list[Pair] = []
-        self._notes: list[tuple[Site | None, Sequence[int]]] = []
+        self._notes: list[tuple[Output | None, Sequence[int]]] = []
 
     def entering(self, pair: Pair) -> int:
         """Notes a value that enters the program; returns its number."""
         return self._add(pair, None, ())
 
     def note(
-        self, site: Site, pair: Pair, operands: Sequence[int], iteration: Any
+        self, output: Output, pair: Pair, operands: Sequence[int], iteration: Any
     ) -> int:
         """Notes a result; returns its number."""
         del iteration
-        return self._add(pair, site, operands)
+        return self._add(pair, output, operands)
 
-    def _add(self, pair: Pair, site: Site | None, operands: Sequence[int]) -> int:
+    def _add(self, pair: Pair, output: Output | None, operands: Sequence[int]) -> int:
         self._pairs.append(pair)
-        self._notes.append((site, operands))
+        self._notes.append((output, operands))
         return len(self._notes) - 1
 
     def send(self, iteration: Any) -> None:
         """Has all of it measured whenever the traced program runs."""
-        if any(site is not None for site, _ in self._notes):
+        if any(output is not None for output, _ in self._notes):
             io_callback(self._receive, None, iteration, self._pairs)
 
     def _receive(self, iteration: Any, pairs: Sequence[Pair]) -> None:
         states: list[State] = []
         with np.errstate(all="ignore"):
-            for (site, operands), pair in zip(self._notes, pairs, strict=True):
+            for (output, operands), pair in zip(self._notes, pairs, strict=True):
                 pair = Pair(*map(np.asarray, pair))
-                if site is None:
+                if output is None:
                     states.append(self._ledger.entering(pair))
                 else:
                     known = [states[number] for number in operands]
-                    states.append(self._ledger.note(site, pair, known, int(iteration)))
+                    states.append(
+                        self._ledger.note(output, pair, known, int(iteration))
+                    )
 
 
 def _observed(
@@ -154,15 +160,15 @@ def _observed(
     program: Any,
     pairs: Sequence[Pair],
     flags: Sequence[bool],
-    origins: Sequence[frozenset[int]],
-    place: Place,
+    producers: Sequence[frozenset[int]],
+    nesting: Nesting,
     iteration: Any,
 ) -> list[Pair]:
     """Runs a program while it is traced, so that it is measured when it runs."""
     notes = _Notes(walk.ledger)
     inner = walk.inside(notes, iteration)
-    values = list(map(inner.entering, pairs, flags, origins))
-    results = inner.run(program, values, place)
+    values = list(map(inner.entering, pairs, flags, producers))
+    results = inner.run(program, values, nesting)
     notes.send(iteration)
     return [result.pair for result in results]
 
@@ -170,9 +176,9 @@ def _observed(
 def _finished(
     walk: Walk,
     loop: Callable[..., list[Pair]],
-    operands: Sequence[Value],
+    operands: Sequence[Tracked],
     scaled: Sequence[bool],
-) -> list[Value]:
+) -> list[Tracked]:
     """The results of a loop, compiled unless it stands in another one."""
     first = walk.ledger.size
     pairs = [operand.pair for operand in operands]
@@ -183,9 +189,9 @@ def _finished(
         pairs = loop(pairs)
     # All that is computed in a loop may have led to any of its results.
     inside = range(first, walk.ledger.size)
-    origins = frozenset(inside).union(*(operand.origins for operand in operands))
+    producers = frozenset(inside).union(*(operand.producers for operand in operands))
     return [
-        walk.entering(pair, flag, origins)
+        walk.entering(pair, flag, producers)
         for pair, flag in zip(pairs, scaled, strict=True)
     ]
 
@@ -211,7 +217,7 @@ def _spread(program: Any, flags: Sequence[bool]) -> list[bool]:
     return [not isinstance(a, Literal) and a in scaled for a in jaxpr.outvars]
 
 
-RUNS: Mapping[str, Callable[..., list[Value]]] = {
+RUNS: Mapping[str, Callable[..., list[Tracked]]] = {
     "cond": run_cond,
     "scan": run_scan,
     "while": run_while,

@@ -14,7 +14,7 @@ from jamp import _nnx
 Path = tuple[Any, ...]
 
 # For each module its path; None in a call without modules.
-Places = Mapping[int, Path] | None
+ModulePaths = Mapping[int, Path] | None
 # What the first key of a path stands for.
 _ROOTS = ("args", "kwargs")
 # In a state, the last key leads into a variable.
@@ -23,8 +23,8 @@ _VALUE = jax.tree_util.GetAttrKey("value")
 
 def find_paths(
     args: Any, kwargs: Any, call: _nnx.Prepared
-) -> tuple[list[Path], Places]:
-    """For each leaf of a prepared call, where the user has it; and where modules are.
+) -> tuple[list[Path], ModulePaths]:
+    """The user's path of each leaf of a prepared call, and that of each module.
 
     A path begins with a root and a key.
     """
@@ -36,20 +36,20 @@ def find_paths(
         return paths, None
     _, state, held = call.args
     # Where a module was, its number is held.
-    places = {
+    modules = {
         slot.index: path
         for path, (_, leaf), slot in zip(paths, given, held, strict=True)
         if slot is not leaf
     }
-    inside = [in_module(path, places) for path, _ in jax.tree.leaves_with_path(state)]
-    return [*inside, *paths], places
+    inside = [in_module(path, modules) for path, _ in jax.tree.leaves_with_path(state)]
+    return [*inside, *paths], modules
 
 
-def in_module(path: Path, places: Mapping[int, Path]) -> Path:
+def in_module(path: Path, modules: Mapping[int, Path]) -> Path:
     """The user's path of an array of the modules' state."""
     # One that is no argument is what the function is, is bound to or closes over.
-    place = places.get(path[0].key, ("module", path[0]))
-    return (*place, *(key for key in path[1:] if key != _VALUE))
+    module = modules.get(path[0].key, ("module", path[0]))
+    return (*module, *(key for key in path[1:] if key != _VALUE))
 
 
 def argument_of(path: Path) -> int | None:

@@ -18,8 +18,8 @@ from jax.ref import AbstractRef
 from jamp import _nnx, _origin, _regions, _trace
 from jamp._diagnosis.measure import Pair, State, state_of
 from jamp._diagnosis.paths import (
+    ModulePaths,
     Path,
-    Places,
     argument_of,
     find_paths,
     in_module,
@@ -59,7 +59,7 @@ class Subject:
       labels: what the leaves are called.
       differentiated: which leaves the gradient is taken of.
       has_aux: whether it returns more than the loss.
-      places: where the modules are whose state it returns too.
+      modules: the paths of the modules whose state it returns too.
     """
 
     fn: Callable[..., Any]
@@ -68,7 +68,7 @@ class Subject:
     labels: list[str]
     differentiated: tuple[int, ...]
     has_aux: bool
-    places: Places
+    modules: ModulePaths
 
     @classmethod
     def of(
@@ -113,14 +113,14 @@ class Subject:
                 f"argnums is {argnums}, and there are {free} positional arguments"
             )
         chosen = tuple(held + number % free for number in chosen)
-        paths, places = find_paths(args, kwargs, call)
+        paths, modules = find_paths(args, kwargs, call)
         differentiated = tuple(
             slot
             for slot, path in enumerate(paths)
             if argument_of(path) in chosen and _is_floating(leaves[slot])
         )
         labels = list(map(label_of, paths))
-        return cls(call.fn, leaves, tree, labels, differentiated, has_aux, places)
+        return cls(call.fn, leaves, tree, labels, differentiated, has_aux, modules)
 
     def not_finite(self) -> list[str]:
         """The arguments that hold what is not finite."""
@@ -170,7 +170,7 @@ def make_program(subject: Subject, settings: Settings) -> Program:
         return traced.rebuild(_trace.run(marked, arrays, settings.options, Scribe()))
 
     def in_state(path: Path) -> str:
-        return f"state of {label_of(in_module(path, subject.places or {}))}"
+        return f"state of {label_of(in_module(path, subject.modules or {}))}"
 
     def results(*arrays: Any) -> list[Any]:
         leaves = _filled(subject.leaves, slots, arrays)
@@ -252,7 +252,7 @@ def _labelled(
 
 def _parted(result: Any, subject: Subject) -> tuple[Any, Any]:
     """What the user's function returns, and the state of modules."""
-    return (result, ()) if subject.places is None else result
+    return (result, ()) if subject.modules is None else result
 
 
 def _split(result: Any, subject: Subject) -> tuple[Any, Any]:
@@ -306,9 +306,8 @@ def _in_regions(program: Any, settings: Settings) -> Any:
         return value
 
     def marked_equation(eqn: Any) -> Any:
-        place = _origin.location(eqn)
-        info = eqn.source_info
-        if place is not None and (place.file, place.line) in settings.regions:
+        location, info = _origin.location(eqn), eqn.source_info
+        if location is not None and (location.file, location.line) in settings.regions:
             info = info.replace(name_stack=info.name_stack + mark)
         params = {name: marked(value) for name, value in eqn.params.items()}
         return eqn.replace(source_info=info, params=params)
@@ -330,7 +329,7 @@ class Outcome:
       state: how far it is from float32's.
       power: its sum of squares in float32.
       shadow: it in float32.
-      origins: the sites that it came from.
+      producers: the outputs that it came from.
     """
 
     label: str
@@ -338,7 +337,7 @@ class Outcome:
     state: State
     power: float
     shadow: Any = field(repr=False)
-    origins: frozenset[int] = frozenset()
+    producers: frozenset[int] = frozenset()
 
     @classmethod
     def of(
@@ -346,13 +345,13 @@ class Outcome:
         label: str,
         gradient: bool,
         pair: Pair,
-        origins: frozenset[int] = frozenset(),
+        producers: frozenset[int] = frozenset(),
     ) -> Outcome:
         """Compares a result in two runs."""
         shadow = np.asarray(pair.shadow)
         finite = shadow[np.isfinite(shadow)].astype(np.float64)
         power = float(np.sum(np.square(finite)))
-        return cls(label, gradient, state_of(pair), power, shadow, origins)
+        return cls(label, gradient, state_of(pair), power, shadow, producers)
 
     @property
     def error(self) -> float:

@@ -14,7 +14,7 @@ from jamp import _origin
 from jamp._compat import frames
 from jamp._diagnosis.examine import Examination, scale_window
 from jamp._diagnosis.judge import Fault
-from jamp._diagnosis.ledger import Site
+from jamp._diagnosis.ledger import Output
 from jamp._diagnosis.program import Settings
 from jamp._dtypes import BFLOAT16, FLOAT16, narrow
 from jamp._functions import Function
@@ -39,13 +39,13 @@ class Change:
         `'dtype'`.
       value: the new scale or dtype, or what a rule or region is for.
       reason: why, in words.
-      covers: whether it changes what computes a site.
+      covers: whether it changes what computes an output.
     """
 
     kind: str
     value: Any
     reason: str
-    covers: Callable[[Site], bool]
+    covers: Callable[[Output], bool]
 
     def apply(self, settings: Settings) -> Settings:
         """The settings with this change."""
@@ -69,19 +69,19 @@ def changes_for(fault: Fault, examination: Examination) -> list[Change]:
     """Small changes that may cure a fault, in the order in which to try them."""
     rules = _rules(fault, examination)
     small = [rule for rule, share in rules if share <= BROAD]
-    places = [rule for rule in small if rule.kind != "primitive"]
+    local = [rule for rule in small if rule.kind != "primitive"]
     everywhere = [rule for rule in small if rule.kind == "primitive"]
     regions = list(_regions(fault))
 
-    sites = [m.site for m in examination.measured]
-    matmuls = list(filter(_is_matmul, sites))
+    outputs = [m.output for m in examination.measured]
+    matmuls = list(filter(_is_matmul, outputs))
 
     def reaches_further(rule: Change) -> bool:
         # What a function or a module takes with it, other than matmuls, costs little.
-        counted = sites if rule.kind == "primitive" else matmuls
+        counted = outputs if rule.kind == "primitive" else matmuls
         return any(
-            rule.covers(site) and not any(r.covers(site) for r in regions)
-            for site in counted
+            rule.covers(output) and not any(r.covers(output) for r in regions)
+            for output in counted
         )
 
     scales = list(_scales(fault, examination))
@@ -89,13 +89,13 @@ def changes_for(fault: Fault, examination: Examination) -> list[Change]:
     # 1, which makes small gradients smaller.
     return [
         *(change for change in scales if change.value >= 1),
-        *sorted([*places, *everywhere, *regions], key=reaches_further),
+        *sorted([*local, *everywhere, *regions], key=reaches_further),
         *(change for change in scales if change.value < 1),
     ]
 
 
-def _is_matmul(site: Site) -> bool:
-    return site.eqn.primitive.name in primitives.MATMULS
+def _is_matmul(output: Output) -> bool:
+    return output.eqn.primitive.name in primitives.MATMULS
 
 
 def last_resorts(examination: Examination) -> list[Change]:
@@ -106,7 +106,7 @@ def last_resorts(examination: Examination) -> list[Change]:
     kinds = {fault.kind for fault in examination.faults}
     if options.dtype == FLOAT16 and "precision" not in kinds:
         reason = "bfloat16 has the range of float32, and fewer digits than float16"
-        found.append(Change("dtype", BFLOAT16, reason, lambda site: True))
+        found.append(Change("dtype", BFLOAT16, reason, lambda output: True))
     return found
 
 
@@ -114,24 +114,26 @@ def _rules(fault: Fault, examination: Examination) -> list[tuple[Change, float]]
     """Rules for what a fault stands in, each with its share of what is in 16 bits."""
     if fault.measured is None:
         return []
-    site = fault.measured.site
-    narrowing = [m.site for m in examination.measured if narrow(m.site.dtype)]
+    output = fault.measured.output
+    narrowing = [m.output for m in examination.measured if narrow(m.output.dtype)]
     matmuls = list(filter(_is_matmul, narrowing))
 
     def share(change: Change) -> float:
         # Of a single matmul there is no share.
-        counted = [sites for sites in (narrowing, matmuls) if len(sites) > 1]
-        shares = [sum(map(change.covers, sites)) / len(sites) for sites in counted]
+        counted = [outputs for outputs in (narrowing, matmuls) if len(outputs) > 1]
+        shares = [
+            sum(map(change.covers, outputs)) / len(outputs) for outputs in counted
+        ]
         return max(shares, default=0.0)
 
-    places = [*_functions(site, examination.settings), *_scopes(site)]
-    rules = [*sorted(places, key=share), *_primitives(site, narrowing, matmuls)]
+    local = [*_functions(output, examination.settings), *_scopes(output)]
+    rules = [*sorted(local, key=share), *_primitives(output, narrowing, matmuls)]
     return [(rule, share(rule)) for rule in rules]
 
 
 def _scales(fault: Fault, examination: Examination) -> Iterator[Change]:
     window = scale_window(examination)
-    if window is None or fault.measured is None or not fault.measured.site.scaled:
+    if window is None or fault.measured is None or not fault.measured.output.scaled:
         return
     low, high = window
     middle = 2.0 ** round((math.log2(low) + math.log2(high)) / 2)
@@ -139,13 +141,13 @@ def _scales(fault: Fault, examination: Examination) -> Iterator[Change]:
     scale = high / HEADROOM if middle < 1 else min(middle, high / HEADROOM)
     if scale != examination.settings.loss_scale:
         reason = f"loss scales from {low:g} to {high:g} keep gradients in range"
-        yield Change("loss_scale", scale, reason, lambda site: site.scaled)
+        yield Change("loss_scale", scale, reason, lambda output: output.scaled)
 
 
-def _functions(site: Site, settings: Settings) -> Iterator[Change]:
-    """Functions that the site was emitted in, innermost first, each as a rule."""
+def _functions(output: Output, settings: Settings) -> Iterator[Change]:
+    """Functions that the output was emitted in, innermost first, each as a rule."""
     listed = settings.options.policy.function_codes
-    codes, outside = _codes(site)
+    codes, outside = _codes(output)
     for code in dict.fromkeys(codes):
         if code in listed:
             function = listed[code]
@@ -154,21 +156,21 @@ def _functions(site: Site, settings: Settings) -> Iterator[Change]:
         else:
             continue
 
-        def covers(other: Site, code: CodeType = code) -> bool:
+        def covers(other: Output, code: CodeType = code) -> bool:
             return code in _codes(other)[0]
 
         reason = f"computes {function.name} in float32"
         yield Change("function", function, reason, covers)
 
 
-def _codes(site: Site) -> tuple[list[CodeType], CodeType | None]:
-    """Code of the functions around a site, innermost first, and of the one diagnosed.
+def _codes(output: Output) -> tuple[list[CodeType], CodeType | None]:
+    """Code of the functions around an output, innermost first, and of the outermost.
 
     What JAX traced on its own, such as a branch or what `jax.jit` holds, has frames up
     to there only; the callers have the others.
     """
     codes: list[CodeType] = []
-    for eqn in site.sources:
+    for eqn in output.eqns:
         found = frames(eqn)
         for code in () if found is None else found[0]:
             if code.co_filename == _TRACE:
@@ -208,11 +210,11 @@ def _modules(filename: str) -> list[str]:
     ]
 
 
-def _scopes(site: Site) -> Iterator[Change]:
-    for depth in range(len(site.scope), 0, -1):
-        path = site.scope[:depth]
+def _scopes(output: Output) -> Iterator[Change]:
+    for depth in range(len(output.scope), 0, -1):
+        path = output.scope[:depth]
 
-        def covers(other: Site, path: tuple[str, ...] = path) -> bool:
+        def covers(other: Output, path: tuple[str, ...] = path) -> bool:
             return other.scope[: len(path)] == path
 
         reason = f"computes module {'/'.join(path)} in float32"
@@ -220,32 +222,32 @@ def _scopes(site: Site) -> Iterator[Change]:
 
 
 def _primitives(
-    site: Site, others: Sequence[Site], matmuls: Sequence[Site]
+    output: Output, others: Sequence[Output], matmuls: Sequence[Output]
 ) -> Iterator[Change]:
     """Primitives of the line; a cast that autocast inserted is one of its operation."""
     names = dict.fromkeys(
         other.eqn.primitive.name
-        for other in (site, *others)
-        if other.location == site.location
+        for other in (output, *others)
+        if other.location == output.location
         and other.eqn.primitive.name != "convert_element_type"
     )
     for name in names:
 
-        def covers(other: Site, name: str = name) -> bool:
+        def covers(other: Output, name: str = name) -> bool:
             return other.eqn.primitive.name == name
 
         reason = f"computes every {name} in float32"
         if matmuls and all(map(covers, matmuls)):
             reason += (
                 "; that leaves no matmul in 16 bits, so that a change of "
-                f"{site.location or 'the program'} may be better"
+                f"{output.location or 'the program'} may be better"
             )
         yield Change("primitive", name, reason, covers)
 
 
 def _regions(fault: Fault) -> Iterator[Change]:
-    place = fault.measured.site.location if fault.measured else None
-    if place is not None:
-        line = (place.file, place.line)
-        reason = f"computes {Path(place.file).name}:{place.line} in float32"
-        yield Change("region", line, reason, lambda other: other.location == place)
+    location = fault.measured.output.location if fault.measured else None
+    if location is not None:
+        line = (location.file, location.line)
+        reason = f"computes {Path(location.file).name}:{location.line} in float32"
+        yield Change("region", line, reason, lambda other: other.location == location)

@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from jamp import _dtypes
-from jamp._diagnosis.ledger import Ledger, Place, Site, Value
+from jamp._diagnosis.ledger import Ledger, Nesting, Output, Tracked
 from jamp._diagnosis.measure import Pair, is_measured
 from jamp._diagnosis.shadow import EXACTLY, as_pair, run_pair
 from jamp._equations import equations
@@ -37,7 +37,7 @@ class Walk:
 
     def __init__(
         self,
-        runs: Mapping[str, Callable[..., list[Value]]],
+        runs: Mapping[str, Callable[..., list[Tracked]]],
         steps: Steps,
         advance: Callable[[], object],
         ledger: Ledger | None = None,
@@ -68,24 +68,24 @@ class Walk:
         return Walk(self._runs, self._steps, lambda: None, ledger, observer, iteration)
 
     def entering(
-        self, pair: Pair, scaled: bool = False, origins: frozenset[int] = frozenset()
-    ) -> Value:
+        self, pair: Pair, scaled: bool = False, producers: frozenset[int] = frozenset()
+    ) -> Tracked:
         """A value that enters a program."""
         measured = is_measured(jax.typeof(pair.computed))
         state = self.observer.entering(pair) if measured else None
-        return Value(pair, state, scaled, origins)
+        return Tracked(pair, state, scaled, producers)
 
     def run(
-        self, program: Any, values: Sequence[Value], place: Place | None = None
-    ) -> list[Value]:
+        self, program: Any, values: Sequence[Tracked], nesting: Nesting | None = None
+    ) -> list[Tracked]:
         """Runs a program on values, and measures its equations."""
-        place, program = place or Place(), closed(program)
+        nesting, program = nesting or Nesting(), closed(program)
         jaxpr = program.jaxpr
-        env: dict[Any, Value] = dict(zip(jaxpr.invars, values, strict=True))
+        env: dict[Any, Tracked] = dict(zip(jaxpr.invars, values, strict=True))
         for var, const in zip(jaxpr.constvars, program.consts, strict=True):
             env[var] = self.entering(as_pair(const))
 
-        def read(atom: Any) -> Value:
+        def read(atom: Any) -> Tracked:
             if not isinstance(atom, Literal):
                 return env[atom]
             literal = np.asarray(atom.val, _dtypes.dtype_of(atom))
@@ -93,44 +93,44 @@ class Walk:
 
         unused = _unused_after(jaxpr)
         for index, eqn in enumerate(jaxpr.eqns):
-            results = self._equation(eqn, list(map(read, eqn.invars)), place)
+            results = self._equation(eqn, list(map(read, eqn.invars)), nesting)
             env.update(zip(eqn.outvars, results, strict=True))
             for var in unused[index]:
                 env.pop(var, None)
         return list(map(read, jaxpr.outvars))
 
     def _equation(
-        self, eqn: JaxprEqn, operands: Sequence[Value], place: Place
-    ) -> list[Value]:
+        self, eqn: JaxprEqn, operands: Sequence[Tracked], nesting: Nesting
+    ) -> list[Tracked]:
         name = eqn.primitive.name
         if name in primitives.CALLS:
             program = eqn.params[primitives.CALLS[name]]
-            return self.run(program, operands, place.enter(eqn))
+            return self.run(program, operands, nesting.enter(eqn))
         if name in self._runs:
-            results = self._runs[name](self, eqn, operands, place.enter(eqn))
+            results = self._runs[name](self, eqn, operands, nesting.enter(eqn))
         else:
-            results = self._plain(eqn, operands, place)
+            results = self._plain(eqn, operands, nesting)
         self._advance()
         return results
 
     def _plain(
-        self, eqn: JaxprEqn, operands: Sequence[Value], place: Place
-    ) -> list[Value]:
+        self, eqn: JaxprEqn, operands: Sequence[Tracked], nesting: Nesting
+    ) -> list[Tracked]:
         pairs = self._bind(eqn, [operand.pair for operand in operands])
         scaled = any(operand.scaled for operand in operands)
         states = [operand.state for operand in operands if operand.state is not None]
-        names = place.scope.enter(eqn.source_info.name_stack).names
+        names = nesting.scope.enter(eqn.source_info.name_stack).names
         scope = tuple(name for name in names if not _is_of_jax(name))
-        origins = frozenset().union(*(operand.origins for operand in operands))
+        producers = frozenset().union(*(operand.producers for operand in operands))
         values = []
         for var, pair in zip(eqn.outvars, pairs, strict=True):
-            state, came_from = None, origins
+            state, known_producers = None, producers
             if is_measured(var.aval):
-                number, dtype = self.ledger.number(origins), _dtypes.dtype_of(var)
-                site = Site(number, eqn, dtype, scope, place.callers, scaled)
-                state = self.observer.note(site, pair, states, self.iteration)
-                came_from = frozenset({number})
-            values.append(Value(pair, state, scaled, came_from))
+                number, dtype = self.ledger.number(producers), _dtypes.dtype_of(var)
+                output = Output(number, eqn, dtype, scope, nesting.callers, scaled)
+                state = self.observer.note(output, pair, states, self.iteration)
+                known_producers = frozenset({number})
+            values.append(Tracked(pair, state, scaled, known_producers))
         return values
 
     def _bind(self, eqn: JaxprEqn, operands: Sequence[Pair]) -> list[Pair]:

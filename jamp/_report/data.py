@@ -65,7 +65,7 @@ def _module(module: Module) -> dict[str, Any]:
 
 
 def _operation(op: Operation) -> dict[str, Any]:
-    record, place = op.record, op.location
+    record, location = op.record, op.location
     function = record.ruling.function
     return {
         "primitive": record.primitive,
@@ -73,8 +73,8 @@ def _operation(op: Operation) -> dict[str, Any]:
         "rule": record.ruling.rule.value,
         "source": record.ruling.source,
         "scope": list(record.scope),
-        "file": place.file if place else None,
-        "line": place.line if place else None,
+        "file": location.file if location else None,
+        "line": location.line if location else None,
         "operands": [None if d is None else str(d) for d in record.operands],
         "results": [None if d is None else str(d) for d in record.results],
         "times": op.times,

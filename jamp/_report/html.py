@@ -159,7 +159,7 @@ def _row(row: Row, path: tuple[str, ...]) -> str:
         f'data-rule="{row.rule.value}" data-path="{escape("/".join(path))}" '
         f'style="--depth: {len(path) + 1}"><span class="title">{escape(row.name)} '
         f'<span class="why">{escape(row.why)}</span>'
-        f"<small>{escape(row.place)}{code}</small></span>"
+        f"<small>{escape(row.location)}{code}</small></span>"
         f"<span>{_chips(row.operands)} &rarr; {_chips(row.results)}</span>"
         f"{_figures(row)}</div>"
     )

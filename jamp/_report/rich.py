@@ -56,7 +56,7 @@ def _operations(report: Figures) -> Table:
             Text(row.name),
             _dtypes(row),
             Text(row.briefly_why(report.options.policy.name, row.entry)),
-            Text(row.where),
+            Text(row.path_and_location),
         )
     return table
 

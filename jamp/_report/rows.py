@@ -123,22 +123,22 @@ class Row(Counted):
         return f"{rule.value}: {reason}"
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """File name and line of the user's."""
-        place = self.first.location
-        return f"{Path(place.file).name}:{place.line}" if place else ""
+        found = self.first.location
+        return f"{Path(found.file).name}:{found.line}" if found else ""
 
     @property
-    def where(self) -> str:
+    def path_and_location(self) -> str:
         """Modules, file name and line."""
         path = _path(self.first.record.scope)
-        return " ".join(part for part in (path, self.place) if part) or "-"
+        return " ".join(part for part in (path, self.location) if part) or "-"
 
     @property
     def code(self) -> str:
         """The text of the user's line, if it can be read."""
-        place = self.first.location
-        return linecache.getline(place.file, place.line).strip() if place else ""
+        found = self.first.location
+        return linecache.getline(found.file, found.line).strip() if found else ""
 
     @property
     def conversions(self) -> str:
@@ -152,7 +152,7 @@ class Row(Counted):
 
 
 def rows(operations: Iterable[Operation]) -> list[Row]:
-    """One row for the operations of one function at one place, in program order.
+    """One row for the operations of one function on one line, in program order.
 
     Calls for which nothing was decided are left out; what they hold is not.
     """

@@ -17,10 +17,11 @@ def text(report: Figures, group: str) -> str:
     """The report as text; see `Report.text`."""
     if group == "module":
         table = [MODULE_HEAD, *_modules(report.modules)]
-    elif group == "function":
-        table = [HEAD, *(_function(row, report) for row in rows(report.operations))]
     else:
-        table = [HEAD, *(_equation(Row((op,)), report) for op in report.operations)]
+        every = rows(report.operations)
+        if group == "equation":
+            every = [Row((op,)) for op in report.operations]
+        table = [HEAD, *(_line(row, report, group) for row in every)]
     head = [report.header, *report.attention, *summary(report)]
     return "\n".join([*head, "", *_aligned(table)])
 
@@ -49,18 +50,14 @@ def summary(report: Figures) -> Iterator[str]:
         )
 
 
-def _function(row: Row, report: Figures) -> tuple[str, ...]:
-    reason = row.briefly_why(report.options.policy.name, row.entry)
-    return (row.brief, *_dtypes(row), reason, row.where, str(row.casts or ""))
-
-
-def _equation(row: Row, report: Figures) -> tuple[str, ...]:
-    reason = row.briefly_why(report.options.policy.name, row.primitive)
-    return (row.primitive, *_dtypes(row), reason, row.where, row.conversions)
-
-
-def _dtypes(row: Row) -> tuple[str, str]:
-    return joined(row.operands), joined(row.results)
+def _line(row: Row, report: Figures, group: str) -> tuple[str, ...]:
+    if group == "function":
+        name, entry, casts = row.brief, row.entry, str(row.casts or "")
+    else:
+        name, entry, casts = row.primitive, row.primitive, row.conversions
+    reason = row.briefly_why(report.options.policy.name, entry)
+    dtypes = joined(row.operands), joined(row.results)
+    return (name, *dtypes, reason, row.path_and_location, casts)
 
 
 def _modules(module: Module, depth: int = 0) -> Iterator[tuple[str, ...]]:
@@ -68,7 +65,7 @@ def _modules(module: Module, depth: int = 0) -> Iterator[tuple[str, ...]]:
     yield (f"{indent}{module.name}", "", *figures(module), "")
     for row in rows(module.own):
         name, dtype = f"{indent}  - {row.brief}", joined(row.operands)
-        yield (name, dtype, *figures(row), row.place)
+        yield (name, dtype, *figures(row), row.location)
     for child in module.children:
         yield from _modules(child, depth + 1)
 
