@@ -75,17 +75,13 @@ def _poisoned(
 
 @functools.partial(jax.jit, static_argnums=2)
 def _run(leaves: list[jax.Array], inv_scale: float, implementation: str) -> Any:
-    *found, squares = unscale_and_check(
-        leaves, inv_scale, sum_of_squares=True, implementation=implementation
-    )
-    return found, squares, all_finite(leaves, implementation=implementation)
+    found = unscale_and_check(leaves, inv_scale, implementation=implementation)
+    return found, all_finite(leaves, implementation=implementation)
 
 
 def _difference(kernel: str, leaves: list[jax.Array], inv_scale: float) -> str | None:
-    (ours, found), squares, finite = jax.device_get(_run(leaves, inv_scale, kernel))
-    expected, expected_squares, expected_finite = jax.device_get(
-        _run(leaves, inv_scale, "xla")
-    )
+    (ours, found), finite = jax.device_get(_run(leaves, inv_scale, kernel))
+    expected, expected_finite = jax.device_get(_run(leaves, inv_scale, "xla"))
     for k, (one, other) in enumerate(zip(ours, expected[0], strict=True)):
         # A NaN is a NaN, whatever its payload.
         if not np.array_equal(
@@ -99,6 +95,4 @@ def _difference(kernel: str, leaves: list[jax.Array], inv_scale: float) -> str |
             return f"leaf {k} {one.dtype}{list(one.shape)} differs in a bit"
     if (found, finite) != (expected[1], expected_finite):
         return f"found {found}, finite {finite} instead of {expected[1]}"
-    if not np.allclose(squares, expected_squares, rtol=1e-4, equal_nan=True):
-        return f"sum of squares {squares} instead of {expected_squares}"
     return None

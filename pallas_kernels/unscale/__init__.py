@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jamp.pallas_kernels.unscale import reference
 from jamp.pallas_kernels.unscale.backends import IMPLEMENTATIONS, backend, fastest
-from jamp.pallas_kernels.unscale.launches import Findings, Request
+from jamp.pallas_kernels.unscale.launches import Request, Results
 from jamp.pallas_kernels.unscale.partitioning import on_shards
 
 
@@ -19,29 +19,25 @@ def unscale_and_check(
     tree: Any,
     inv_scale: Any,
     *,
-    sum_of_squares: bool = False,
     implementation: str = "auto",
-) -> tuple[Any, ...]:
+) -> tuple[Any, jax.Array]:
     """Multiplies every gradient by the inverse of the loss scale and checks them all.
 
     Each gradient is read once and written once, in place where its buffer is free to be
-    overwritten. Sharded arrays keep their shardings, and only the findings cross
-    devices; inside `jax.shard_map` the findings are those of the device's own shards.
+    overwritten. Sharded arrays keep their shardings, and only what was found crosses
+    devices; inside `jax.shard_map` it is what the device's own shards hold.
 
     Args:
       tree: a pytree of arrays. Floating and complex leaves are multiplied in at least
         float32 and rounded back to their dtype; others pass through.
       inv_scale: the inverse of the loss scale, float32[].
-      sum_of_squares: whether to return the sum of squares of all gradients too, the
-        square of `optax.tree.norm`.
       implementation: `'xla'` for plain JAX; `'triton'` or `'mosaic_gpu'` for a Pallas
         kernel, which takes float32, float16 and bfloat16 and leaves the rest to XLA;
         `'auto'` for what was measured to be the fastest on this kind of device.
 
     Returns:
       The tree unscaled, and a bool[] that is True where a leaf holds an inf or a NaN,
-      before or after. With `sum_of_squares` also that sum, float32[] (float64[] if a
-      leaf is float64 or complex128).
+      before or after.
 
     Raises:
       ValueError: an unknown implementation.
@@ -49,10 +45,8 @@ def unscale_and_check(
     """
     scale = jnp.asarray(inv_scale, jnp.float32)
     leaves, treedef = jax.tree.flatten(tree)
-    request = Request(squares=sum_of_squares)
-    unscaled, findings = _run(leaves, scale, request, implementation)
-    found = (jax.tree.unflatten(treedef, unscaled), findings.not_finite > 0)
-    return (*found, findings.squares) if sum_of_squares else found
+    unscaled, not_finite = _run(leaves, scale, Request(), implementation)
+    return jax.tree.unflatten(treedef, unscaled), not_finite > 0
 
 
 def all_finite(tree: Any, *, implementation: str = "auto") -> jax.Array:
@@ -73,13 +67,13 @@ def all_finite(tree: Any, *, implementation: str = "auto") -> jax.Array:
     """
     request = Request(unscale=False)
     one = jnp.ones((), jnp.float32)
-    _, findings = _run(jax.tree.leaves(tree), one, request, implementation)
-    return jnp.asarray(findings.not_finite == 0)
+    _, not_finite = _run(jax.tree.leaves(tree), one, request, implementation)
+    return not_finite == 0
 
 
 def _run(
     leaves: list[Any], inv_scale: jax.Array, request: Request, implementation: str
-) -> tuple[list[Any], Findings]:
+) -> Results:
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"unknown implementation {implementation!r}; known are "
@@ -89,45 +83,39 @@ def _run(
     chosen = fastest(numbers) if implementation == "auto" else implementation
     module = backend(chosen)
     if module is None:
-        unscaled, findings = reference.run(numbers, inv_scale, request)
+        unscaled, not_finite = reference.run(numbers, inv_scale, request)
     else:
-        unscaled, findings = with_kernel(module, numbers, inv_scale, request)
+        unscaled, not_finite = with_kernel(module, numbers, inv_scale, request)
     if not request.unscale:
-        return [], findings
+        return [], not_finite
     results = iter(unscaled)
     return [
         next(results) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf
         for leaf in leaves
-    ], findings
+    ], not_finite
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def with_kernel(
     module: Any, leaves: Sequence[jax.Array], inv_scale: jax.Array, request: Request
-) -> tuple[list[jax.Array], Findings]:
+) -> Results:
     """Runs a kernel on the leaves that it takes, and the reference on the rest.
 
     Under `jax.vmap` and where it is differentiated, the reference runs instead.
     """
 
-    def kernel(leaves: Any, inv_scale: Any, replicas: Any) -> Any:
+    def kernel(leaves: Sequence[jax.Array], inv_scale: jax.Array) -> Results:
         # These are the shards of a device: whether it takes them depends on their size.
         takes = [module.takes(leaf) for leaf in leaves]
-        sides: dict[bool, tuple[list[Any], list[int]]] = {
-            True: ([], []),
-            False: ([], []),
-        }
-        for take, leaf, count in zip(takes, leaves, replicas, strict=True):
-            sides[take][0].append(leaf)
-            sides[take][1].append(count)
-        (taken, copies), (rest, others) = sides[True], sides[False]
-        outputs, findings = reference.run(rest, inv_scale, request, others)
+        taken = [leaf for take, leaf in zip(takes, leaves, strict=True) if take]
+        rest = [leaf for take, leaf in zip(takes, leaves, strict=True) if not take]
+        outputs, not_finite = reference.run(rest, inv_scale, request)
         if not taken:
-            return outputs, findings
-        by_kernel, more = module.run(taken, inv_scale, request, copies)
+            return outputs, not_finite
+        by_kernel, found = module.run(taken, inv_scale, request)
         sources = {True: iter(by_kernel), False: iter(outputs)}
         merged = [next(sources[take]) for take in takes] if request.unscale else []
-        return merged, jax.tree.map(jnp.add, findings, more)
+        return merged, not_finite + found
 
     def plain(leaves: Any, inv_scale: Any) -> Any:
         return reference.run(leaves, inv_scale, request)
@@ -145,5 +133,5 @@ def with_kernel(
     run.def_vmap(batch)
     differentiable = jax.custom_jvp(run)
     differentiable.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
-    outputs, findings = differentiable(list(leaves), inv_scale)
-    return outputs, findings
+    results: Results = differentiable(list(leaves), inv_scale)
+    return results

@@ -6,12 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 _DTYPES = [jnp.dtype(dtype) for dtype in ("float32", "float16", "bfloat16")]
+# What a backend answers: the leaves unscaled, none if that was not requested, and a
+# float32[] above zero if one of them then holds an inf or a NaN.
+Results = tuple[list[jax.Array], jax.Array]
 # Offsets inside a leaf are int32.
 _LARGEST_LEAF = 2**31 - 2**16
 
@@ -22,26 +25,11 @@ class Request:
 
     Attributes:
       unscale: whether to write the leaves unscaled.
-      squares: whether to sum the squares of what it read, or wrote.
       interpret: whether to run in interpret mode, on any device.
     """
 
     unscale: bool = True
-    squares: bool = False
     interpret: bool = False
-
-
-class Findings(NamedTuple):
-    """What a backend found out about leaves, after unscaling if that was requested.
-
-    Attributes:
-      not_finite: above zero if one of them holds an inf or a NaN, float32[].
-      squares: the sum of squares of all numbers, or 0 where it was not requested, in at
-        least float32, [].
-    """
-
-    not_finite: Any
-    squares: Any
 
 
 @dataclass(frozen=True)
@@ -51,14 +39,11 @@ class Launch:
     Attributes:
       leaves: positions in the list of leaves.
       sizes: the number of elements of each.
-      share: what their squares count: one over the number of devices that hold the same
-        shards and find the same.
       tile: the number of elements of a tile.
     """
 
     leaves: tuple[int, ...]
     sizes: tuple[int, ...]
-    share: float
     tile: int
 
     @cached_property
@@ -90,61 +75,47 @@ class Launch:
 
         return search(0, len(self.leaves))
 
-    def note(
-        self, request: Request, value: Any, sums: Sequence[Any], program: Any
-    ) -> None:
-        """Writes what a program found in its tile to the sums of a kernel."""
-        value = value.astype(jnp.float32)
-        # False for a NaN too.
-        finite = jnp.abs(value) < jnp.inf
-        sums[0][program] = jnp.max(jnp.where(finite, 0.0, 1.0))
-        if request.squares:
-            sums[1][program] = jnp.sum(value * value) * self.share
+
+def not_finite_in(value: Any) -> jax.Array:
+    """1.0 if a tile holds an inf or a NaN, else 0.0, inside a kernel."""
+    # The comparison is False for a NaN too.
+    finite = jnp.abs(value.astype(jnp.float32)) < jnp.inf
+    return jnp.max(jnp.where(finite, 0.0, 1.0))
 
 
-def plan(
-    leaves: Sequence[Any], replicas: Sequence[int], tile: int, most: int
-) -> list[Launch]:
-    """Divides leaves among launches of at most `most` leaves.
-
-    The leaves of a launch have one dtype, and the same number of replicas.
-    """
+def plan(leaves: Sequence[Any], tile: int, most: int) -> list[Launch]:
+    """Divides leaves among launches of at most `most` leaves of one dtype."""
     launches = []
-    kinds = [(leaf.dtype, count) for leaf, count in zip(leaves, replicas, strict=True)]
-    for kind in dict.fromkeys(kinds):
-        alike = [k for k in range(len(leaves)) if kinds[k] == kind]
+    for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
+        alike = [k for k, leaf in enumerate(leaves) if leaf.dtype == dtype]
         for first in range(0, len(alike), most):
             group = tuple(alike[first : first + most])
-            sizes = tuple(leaves[k].size for k in group)
-            launches.append(Launch(group, sizes, 1 / kind[1], tile))
+            launches.append(Launch(group, tuple(leaves[k].size for k in group), tile))
     return launches
 
 
 def run_all(
     launches: Sequence[Launch],
     leaves: Sequence[jax.Array],
-    call: Callable[[Launch, list[jax.Array]], tuple[Any, Any]],
-) -> tuple[list[jax.Array], Findings]:
+    call: Callable[[Launch, list[jax.Array]], Results],
+) -> Results:
     """Runs launches and puts together what they return.
 
     Args:
       launches: a plan for the leaves.
       leaves: the leaves.
       call: runs a launch on its leaves. Returns them unscaled (none if that was not
-        requested), and for each program 1.0 where it met a number that is not finite,
-        and its sum of squares (if that was requested).
+        requested), and what `not_finite_in` found for each program.
     """
     outputs: dict[int, jax.Array] = {}
-    flags, squares = [], [jnp.zeros(1, jnp.float32)]
+    flags = []
     for launch in launches:
-        unscaled, (found, *sums) = call(launch, [leaves[k] for k in launch.leaves])
+        unscaled, found = call(launch, [leaves[k] for k in launch.leaves])
         flags.append(found)
-        squares += sums
         # Nothing unscaled, no outputs.
         for k, array in zip(launch.leaves, unscaled, strict=False):
             outputs[k] = array.reshape(leaves[k].shape)
-    findings = Findings(jnp.concatenate(flags).max(), jnp.concatenate(squares).sum())
-    return [outputs[k] for k in sorted(outputs)], findings
+    return [outputs[k] for k in sorted(outputs)], jnp.concatenate(flags).max()
 
 
 def fits(leaf: Any, multiple: int = 1) -> bool:

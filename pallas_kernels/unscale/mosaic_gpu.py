@@ -11,10 +11,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jamp.pallas_kernels.unscale.launches import (
-    Findings,
     Launch,
     Request,
+    Results,
     fits,
+    not_finite_in,
     plan,
     run_all,
     varying,
@@ -46,18 +47,17 @@ def run(
     leaves: Sequence[jax.Array],
     inv_scale: jax.Array,
     request: Request,
-    replicas: Sequence[int],
-) -> tuple[list[jax.Array], Findings]:
+) -> Results:
     """Unscales and checks leaves that the kernel takes; as `triton.run`."""
 
     def call(launch: Launch, leaves: list[jax.Array]) -> Any:
         rows = [leaf.reshape(-1, WIDTH) for leaf in leaves]
-        sums = jax.ShapeDtypeStruct(
+        flags = jax.ShapeDtypeStruct(
             (launch.programs,), jnp.float32, manual_axis_type=varying(inv_scale, *rows)
         )
         kernel = plgpu.kernel(
             _kernel(launch, request),
-            out_type=[sums] * (1 + request.squares),
+            out_type=[flags],
             scratch_types=[plgpu.SMEM((ROWS, WIDTH), rows[0].dtype), plgpu.Barrier()],
             grid=(launch.programs,),
             grid_names=("program",),
@@ -65,17 +65,17 @@ def run(
         )
         # What is written through a reference is written in place.
         refs = [jax.new_ref(x) for x in rows] if request.unscale else []
-        found = kernel(inv_scale.reshape(1), *(refs or rows))
+        (found,) = kernel(inv_scale.reshape(1), *(refs or rows))
         return [jax.freeze(ref) for ref in refs], found
 
-    return run_all(plan(leaves, replicas, ROWS * WIDTH, MOST_LEAVES), leaves, call)
+    return run_all(plan(leaves, ROWS * WIDTH, MOST_LEAVES), leaves, call)
 
 
 def _kernel(launch: Launch, request: Request) -> Any:
     count = len(launch.leaves)
 
     def kernel(scale_ref: Any, *refs: Any) -> None:
-        arrays, sums, (tile_ref, barrier) = refs[:count], refs[count:-2], refs[-2:]
+        arrays, (found_ref, tile_ref, barrier) = refs[:count], refs[count:]
         program = jax.lax.axis_index("program")
 
         def place(k: int, tile: Any) -> Any:
@@ -97,7 +97,7 @@ def _kernel(launch: Launch, request: Request) -> Any:
             tile_ref[...] = value
             plgpu.commit_smem()
             launch.dispatch(program, write)
-        launch.note(request, value, sums, program)
+        found_ref[program] = not_finite_in(value)
         if request.unscale:
             plgpu.wait_smem_to_gmem(0)
 

@@ -1,8 +1,7 @@
-"""Runs a kernel on every device's own shards; only the findings cross devices."""
+"""Runs a kernel on every device's own shards; only what it found crosses devices."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,22 +9,19 @@ import jax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jamp.pallas_kernels.unscale.launches import Findings
+from jamp.pallas_kernels.unscale.launches import Results
 
-# A kernel of (leaves, inv_scale, replicas): the unscaled leaves and its findings, sums
-# of squares divided by how many devices hold the same shard.
-Kernel = Callable[
-    [Sequence[jax.Array], jax.Array, Sequence[int]], tuple[list[jax.Array], Findings]
-]
+# A kernel of (leaves, inv_scale).
+Kernel = Callable[[Sequence[jax.Array], jax.Array], Results]
 
 
 def on_shards(
     kernel: Kernel, leaves: Sequence[jax.Array], inv_scale: jax.Array, unscale: bool
-) -> tuple[list[jax.Array], Findings]:
-    """Calls a kernel with the shards of each device and sums the findings.
+) -> Results:
+    """Calls a kernel with the shards of each device and sums what it found.
 
-    Inside a `jax.shard_map` the leaves are shards already, and their findings stay
-    those of the device.
+    Inside a `jax.shard_map` the leaves are shards already, and what was found stays
+    with the device.
 
     Args:
       kernel: the kernel.
@@ -37,10 +33,10 @@ def on_shards(
     """
     kinds = set(jax.sharding.get_abstract_mesh().axis_types)
     if kinds <= {AxisType.Auto}:
-        outputs, findings = _partitioned(kernel, leaves, unscale)(inv_scale, *leaves)
-        return list(outputs), findings
+        outputs, not_finite = _partitioned(kernel, leaves, unscale)(inv_scale, *leaves)
+        return list(outputs), not_finite
     if kinds == {AxisType.Manual}:
-        return kernel(leaves, inv_scale, [1] * len(leaves))
+        return kernel(leaves, inv_scale)
     return _mapped(kernel, leaves, inv_scale, unscale)
 
 
@@ -56,23 +52,21 @@ def _partitioned(kernel: Kernel, leaves: Sequence[jax.Array], unscale: bool) -> 
     """The kernel, for a partitioner that decides on shardings after tracing."""
 
     def whole(inv_scale: jax.Array, *leaves: jax.Array) -> Any:
-        outputs, findings = kernel(leaves, inv_scale, [1] * len(leaves))
-        return tuple(outputs), findings
+        outputs, not_finite = kernel(leaves, inv_scale)
+        return tuple(outputs), not_finite
 
     def partition(mesh: Any, arguments: Any, results: Any) -> Any:
         del results
         specs = [leaf.sharding.spec for leaf in arguments[1:]]
 
         def lower(inv_scale: jax.Array, *leaves: jax.Array) -> Any:
-            replicas = [_replicas(mesh.shape, spec) for spec in specs]
-            outputs, findings = kernel(leaves, inv_scale, replicas)
-            return tuple(outputs), _summed(findings, tuple(mesh.shape))
+            outputs, not_finite = kernel(leaves, inv_scale)
+            return tuple(outputs), jax.lax.psum(not_finite, tuple(mesh.shape))
 
         everywhere = NamedSharding(mesh, PartitionSpec())
         shards = tuple(NamedSharding(mesh, spec) for spec in specs)
-        findings = jax.tree.map(lambda _: everywhere, Findings(0, 0))
         outputs = shards if unscale else ()
-        return mesh, lower, (outputs, findings), (everywhere, *shards)
+        return mesh, lower, (outputs, everywhere), (everywhere, *shards)
 
     function = custom_partitioning(whole)
     function.def_partition(partition, sharding_rule=_rule(leaves, unscale))
@@ -80,49 +74,31 @@ def _partitioned(kernel: Kernel, leaves: Sequence[jax.Array], unscale: bool) -> 
 
 
 def _rule(leaves: Sequence[jax.Array], unscale: bool) -> str:
-    """The rule that every leaf keeps its sharding: `, a b, c -> a b, c, , `."""
+    """The rule that every leaf keeps its sharding: `, a b, c -> a b, c, `."""
     dimensions = [
         " ".join(f"a{leaf}_{axis}" for axis in range(array.ndim))
         for leaf, array in enumerate(leaves)
     ]
     outputs = dimensions if unscale else []
-    return f"{', '.join(['', *dimensions])} -> {', '.join([*outputs, '', ''])}"
+    return f"{', '.join(['', *dimensions])} -> {', '.join([*outputs, ''])}"
 
 
 def _mapped(
     kernel: Kernel, leaves: Sequence[jax.Array], inv_scale: jax.Array, unscale: bool
-) -> tuple[list[jax.Array], Findings]:
+) -> Results:
     """The kernel, where the types of the leaves say how they are sharded."""
     mesh = jax.sharding.get_abstract_mesh()
     specs = [jax.typeof(leaf).sharding.spec for leaf in leaves]
 
-    def local(inv_scale: jax.Array, *leaves: jax.Array) -> Any:
-        replicas = [_replicas(mesh.shape, spec) for spec in specs]
-        outputs, findings = kernel(leaves, inv_scale, replicas)
-        return outputs, _summed(findings, mesh.axis_names)
+    def local(inv_scale: jax.Array, *leaves: jax.Array) -> Results:
+        outputs, not_finite = kernel(leaves, inv_scale)
+        return outputs, jax.lax.psum(not_finite, mesh.axis_names)
 
     everywhere = PartitionSpec()
-    outputs, findings = jax.shard_map(
+    outputs, not_finite = jax.shard_map(
         local,
         in_specs=(everywhere, *specs),
         out_specs=(specs if unscale else [], everywhere),
         check_vma=False,
     )(inv_scale, *leaves)
-    return outputs, findings
-
-
-def _summed(findings: Findings, axes: tuple[str, ...]) -> Findings:
-    return Findings(*(jax.lax.psum(figure, axes) for figure in findings))
-
-
-def _replicas(shape: Any, spec: Any) -> int:
-    """How many devices of a mesh hold the same shard of an array."""
-    names = [name for entry in spec for name in _names(entry)]
-    size = math.prod(shape.values())
-    return int(size // math.prod(shape[name] for name in names))
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    if entry is None:
-        return ()
-    return entry if isinstance(entry, tuple) else (entry,)
+    return outputs, not_finite

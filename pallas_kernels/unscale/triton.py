@@ -11,10 +11,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jamp.pallas_kernels.unscale.launches import (
-    Findings,
     Launch,
     Request,
+    Results,
     fits,
+    not_finite_in,
     plan,
     run_all,
     varying,
@@ -38,18 +39,13 @@ def run(
     leaves: Sequence[jax.Array],
     inv_scale: jax.Array,
     request: Request,
-    replicas: Sequence[int],
-) -> tuple[list[jax.Array], Findings]:
+) -> Results:
     """Unscales and checks leaves that the kernel takes.
 
     Args:
       leaves: arrays of any shape, overwritten where XLA lets them be.
       inv_scale: the inverse of the loss scale, float32[].
       request: what to do.
-      replicas: for every leaf, how many devices hold the same shard of it.
-
-    Returns:
-      The leaves unscaled (an empty list if that is not requested), and the findings.
     """
 
     def call(launch: Launch, leaves: list[jax.Array]) -> Any:
@@ -59,30 +55,28 @@ def run(
 
         flat = [leaf.reshape(-1) for leaf in leaves]
         written = flat if request.unscale else []
-        sums = shape(launch.programs, jnp.float32, *leaves)
-        results = pl.pallas_call(
+        *unscaled, found = pl.pallas_call(
             _kernel(launch, request),
             grid=(launch.programs,),
             out_shape=[
                 *(shape(leaf.size, leaf.dtype, leaf) for leaf in written),
-                *[sums] * (1 + request.squares),
+                shape(launch.programs, jnp.float32, *leaves),
             ],
             input_output_aliases={k + 1: k for k in range(len(written))},
             compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
             interpret=request.interpret,
             name="unscale_and_check" if request.unscale else "all_finite",
         )(inv_scale.reshape(1), *flat)
-        return results[: len(written)], results[len(written) :]
+        return unscaled, found
 
-    return run_all(plan(leaves, replicas, TILE, MOST_LEAVES), leaves, call)
+    return run_all(plan(leaves, TILE, MOST_LEAVES), leaves, call)
 
 
 def _kernel(launch: Launch, request: Request) -> Any:
     count = len(launch.leaves)
 
     def kernel(scale_ref: Any, *refs: Any) -> None:
-        inputs, outputs = refs[:count], refs[count:]
-        sums = outputs[count * request.unscale :]
+        inputs, (*outputs, found_ref) = refs[:count], refs[count:]
         program = pl.program_id(0)
 
         def place(k: int, tile: Any) -> tuple[Any, Any]:
@@ -103,6 +97,6 @@ def _kernel(launch: Launch, request: Request) -> Any:
                 plgpu.store(outputs[k].at[index], value, mask=inside)
 
             launch.dispatch(program, write)
-        launch.note(request, value, sums, program)
+        found_ref[program] = not_finite_in(value)
 
     return kernel
