@@ -11,7 +11,6 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -136,13 +135,3 @@ def _is_package_attribute(module: Any, part: str) -> bool:
     if path is None:
         return True
     return importlib.util.find_spec(f"{module.__name__}.{part}") is None
-
-
-def code_table(functions: Iterable[Function]) -> dict[CodeType, Function]:
-    """Code objects of the functions that can be resolved now."""
-    table = {}
-    for function in functions:
-        code = function.resolve()
-        if code is not None:
-            table[code] = function
-    return table

@@ -14,7 +14,7 @@ from jax.extend.core import Primitive
 
 from jamp._dtypes import DType
 from jamp._errors import PolicyError
-from jamp._functions import Function, code_table
+from jamp._functions import Function
 from jamp._policy_toml import read_builtin, read_file
 from jamp._rule import DEVICES, Rule, Unsafe, is_primitive, to_rule
 
@@ -74,8 +74,7 @@ class Policy:
         Raises:
           PolicyError: an unknown rule, primitive or function, or one entry given twice.
         """
-        given: dict[Any, Rule] = {}
-        keys: dict[Any, str | Function] = {}
+        given: dict[Any, tuple[str | Function, Rule]] = {}
         for name, entries in rules.items():
             rule = to_rule(name)
             if isinstance(entries, str):
@@ -83,14 +82,15 @@ class Policy:
             for entry in entries:
                 key = self._entry(entry)
                 same = _identity(key)
-                if given.setdefault(same, rule) is not rule:
-                    raise PolicyError(f"{_label(key)} is given two rules")
-                keys[same] = key
+                if given.get(same, (key, rule))[1] is not rule:
+                    label = key if isinstance(key, str) else key.name
+                    raise PolicyError(f"{label} is given two rules")
+                given[same] = key, rule
         primitives = dict(self.primitives)
         functions = {f: r for f, r in self.functions if _identity(f) not in given}
-        for same, key in keys.items():
+        for key, rule in given.values():
             table: dict[Any, Rule] = primitives if isinstance(key, str) else functions
-            table[key] = given[same]
+            table[key] = rule
         return replace(
             self,
             name=_derived(self.name),
@@ -166,7 +166,8 @@ class Policy:
     @property
     def function_codes(self) -> Mapping[CodeType, Function]:
         """The functions whose modules are imported by now, by code object."""
-        return code_table(function for function, _ in self.functions)
+        codes = ((function.resolve(), function) for function, _ in self.functions)
+        return {code: function for code, function in codes if code is not None}
 
     def _entry(self, entry: Any) -> str | Function:
         if isinstance(entry, Primitive):
@@ -197,18 +198,13 @@ class Policy:
     def __str__(self) -> str:
         lines = [f"policy {self.name}, dtype {self.dtype.name}"]
         for rule in Rule:
-            names = sorted(name for name, r in self.primitives if r is rule)
-            functions = sorted(f.name for f, r in self.functions if r is rule)
-            scopes = [pattern for pattern, r in self.scopes if r is rule]
-            if names or functions or scopes:
-                lines.append(rule.value)
-            for kind, items in (
-                ("primitives", names),
-                ("functions", functions),
-                ("scopes", scopes),
-            ):
-                if items:
-                    lines.append(f"  {kind}: {', '.join(items)}")
+            listed = {
+                "primitives": sorted(name for name, r in self.primitives if r is rule),
+                "functions": sorted(f.name for f, r in self.functions if r is rule),
+                "scopes": [pattern for pattern, r in self.scopes if r is rule],
+            }
+            items = [f"  {kind}: {', '.join(e)}" for kind, e in listed.items() if e]
+            lines += [rule.value, *items] if items else []
         return "\n".join(lines)
 
 
@@ -221,10 +217,6 @@ def _builtin(name: str) -> Policy:
 def _identity(key: str | Function) -> Any:
     """What two names of one function have in common."""
     return key if isinstance(key, str) else key.resolve() or key.name
-
-
-def _label(key: str | Function) -> str:
-    return key if isinstance(key, str) else key.name
 
 
 def _derived(name: str) -> str:

@@ -62,6 +62,11 @@ TYPOS = {
         ["lg"],
     ),
     "unsafe is no list": ("unsafe = 3", ["unsafe"]),
+    "unsafe is no list of tables": ("unsafe = [1]", ["unsafe", "tables"]),
+    "function listed twice": (
+        '[lower]\nfunctions=["jax.nn.relu"]\n[promote]\nfunctions=["jax.nn.relu"]',
+        ["promote.functions: 'jax.nn.relu' is listed under lower.functions too"],
+    ),
     "results is no table": ("results = 3", ["results"]),
     "unknown result": ('[results]\nactivation = ["jax.nn.softmx"]', ["softmx"]),
     "name of another type": ("name = 3", ["name"]),
