@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gradient_trees
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
@@ -24,11 +25,9 @@ from rich.progress import track
 from rich.table import Table
 from unscale_rivals import PROGRAMS, TorchFused, copied, loop
 
-from jamp.pallas_kernels.unscale import shapes
-
 MEASURED = Path(__file__).parents[1] / "pallas_kernels" / "unscale" / "measured.json"
 LEAVES = (1, 4, 16, 64, 256, 1024, 4096)  # MiB
-TREES = {"large_and_tiny": shapes.large_and_tiny, **shapes.MODELS}
+TREES = {"large_and_tiny": gradient_trees.large_and_tiny, **gradient_trees.MODELS}
 ROUNDS = 7
 # What has to be won over XLA to be worth a kernel.
 MARGIN = 1.02
@@ -48,9 +47,11 @@ def main() -> None:
     if device.platform != "gpu":
         raise SystemExit(f"this needs an NVIDIA GPU; the device is {device}")
     checks = unscale_check.check_on_card()
-    leaves = {f"{size} MiB": shapes.one_leaf(size) for size in LEAVES}
+    leaves = {f"{size} MiB": gradient_trees.one_leaf(size) for size in LEAVES}
     leaves = {
-        k: v for k, v in leaves.items() if shapes.bytes_of(v) <= arguments.largest << 20
+        k: v
+        for k, v in leaves.items()
+        if gradient_trees.bytes_of(v) <= arguments.largest << 20
     }
     trees = {name: make() for name, make in TREES.items()}
     rows = []
@@ -61,9 +62,9 @@ def main() -> None:
     draw(rows, RESULTS / f"unscale-{device.device_kind.replace(' ', '-')}.png")
 
 
-def measure(tree: shapes.Tree) -> dict[str, Any]:
+def measure(tree: gradient_trees.Tree) -> dict[str, Any]:
     """Seconds of every rival for one tree, and its bandwidth beside that of a copy."""
-    size = shapes.bytes_of(tree)
+    size = gradient_trees.bytes_of(tree)
     repeats = max(3, min(1000, (4 << 30) // max(size, 1 << 20)))
     calls: dict[str, Callable[[], float]] = {}
     failures = {}
@@ -102,7 +103,7 @@ def measure(tree: shapes.Tree) -> dict[str, Any]:
     }
 
 
-def timed(name: str, tree: shapes.Tree, repeats: int) -> Callable[[], float]:
+def timed(name: str, tree: gradient_trees.Tree, repeats: int) -> Callable[[], float]:
     """A call that runs a program `repeats` times on the device; seconds of one."""
     key = jax.random.key(0)
     leaves = [jax.random.normal(key, leaf.shape, leaf.dtype) for leaf in tree.values()]
@@ -119,7 +120,9 @@ def timed(name: str, tree: shapes.Tree, repeats: int) -> Callable[[], float]:
     return call
 
 
-def save(figures: dict[str, Any], trees: dict[str, shapes.Tree], card: str) -> None:
+def save(
+    figures: dict[str, Any], trees: dict[str, gradient_trees.Tree], card: str
+) -> None:
     """Writes measured.json: the figures of this card, and what is the fastest."""
     fastest = []
     for row in figures["cases"]:
@@ -174,7 +177,7 @@ def show_programs() -> None:
     """Counts what the programs become when they are compiled for an H200."""
     from unscale_programs import programs
 
-    rows = programs(shapes.MODELS)
+    rows = programs(gradient_trees.MODELS)
     table = Table("tree", "leaves", "program", "kernels", "in place", "compilation")
     for row in rows:
         table.add_row(

@@ -5,16 +5,21 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import gradient_trees
 import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.progress import track
 
 from jamp.pallas_kernels import all_finite, unscale_and_check
-from jamp.pallas_kernels.unscale import backends, shapes
+from jamp.pallas_kernels.unscale import backends
 
 KERNELS = ("triton", "mosaic_gpu")
-CASES = {**shapes.SMALL, "resnet50": shapes.resnet50, "gpt2": shapes.gpt2}
+CASES = {
+    **gradient_trees.SMALL,
+    "resnet50": gradient_trees.resnet50,
+    "gpt2": gradient_trees.gpt2,
+}
 # As they come, as a gradient of a loss scaled by 65536, and one that overflows.
 INV_SCALES = (1.0, 2.0**-16, 1 / 1536, 2.0**20)
 POISONS = (None, np.inf, -np.inf, np.nan)
@@ -43,7 +48,7 @@ def check_on_card() -> dict[str, Any]:
 def _cases() -> Iterator[tuple[str, Any, float]]:
     for (name, make), inv_scale in itertools.product(CASES.items(), INV_SCALES):
         yield name, lambda make=make: _filled(make()), inv_scale
-    tree = shapes.large_and_tiny()
+    tree = gradient_trees.large_and_tiny()
     for poison, leaf, place in itertools.product(POISONS, (0, 36, -1), (0, 0.5, 1)):
         yield (
             f"{poison} in leaf {leaf} at {place}",
@@ -52,7 +57,7 @@ def _cases() -> Iterator[tuple[str, Any, float]]:
         )
 
 
-def _filled(tree: shapes.Tree) -> list[jax.Array]:
+def _filled(tree: gradient_trees.Tree) -> list[jax.Array]:
     """Random numbers of every size that the dtype holds, denormal ones too."""
     rng = np.random.default_rng(0)
     leaves = []

@@ -6,17 +6,20 @@ from typing import Any
 
 # First, since it sets what JAX reads when it is imported.
 from deviceless import compile_for_h200, kernels  # isort: skip
+import gradient_trees
 import jax
 import jax.numpy as jnp
 from rich.progress import track
 
-from jamp.pallas_kernels.unscale import backends, reference, shapes, with_kernel
+from jamp.pallas_kernels.unscale import backends, reference, with_kernel
 from jamp.pallas_kernels.unscale.launches import Request
 
 REQUEST = Request()
 
 
-def programs(trees: dict[str, Callable[[], shapes.Tree]]) -> list[dict[str, Any]]:
+def programs(
+    trees: dict[str, Callable[[], gradient_trees.Tree]],
+) -> list[dict[str, Any]]:
     """For every tree and implementation: kernels, bytes in place, compilation time."""
     rows = []
     for name, implementation in track(
@@ -33,7 +36,7 @@ def programs(trees: dict[str, Callable[[], shapes.Tree]]) -> list[dict[str, Any]
             {
                 "tree": name,
                 "leaves": len(leaves),
-                "bytes": shapes.bytes_of(tree),
+                "bytes": gradient_trees.bytes_of(tree),
                 "program": implementation,
                 "kernels": kernels(compiled),
                 "bytes_in_place": compiled.memory_analysis().alias_size_in_bytes,

@@ -4,11 +4,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import gradient_trees
 import jax
 import jax.numpy as jnp
 
 from jamp.pallas_kernels import all_finite, unscale_and_check
-from jamp.pallas_kernels.unscale import shapes
 
 Leaves = list[jax.Array]
 Program = Callable[[Leaves, jax.Array], tuple[Leaves, jax.Array]]
@@ -64,7 +64,7 @@ def loop(program: Program, repeats: int) -> Any:
 class TorchFused:
     """`torch.amp.GradScaler`'s own kernel, timed on the device by events."""
 
-    def __init__(self, tree: shapes.Tree, repeats: int, *, graph: bool = False):
+    def __init__(self, tree: gradient_trees.Tree, repeats: int, *, graph: bool = False):
         import torch
 
         self.torch, self.repeats = torch, repeats

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from gradient_trees import mixed
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -14,7 +15,6 @@ import jamp
 from jamp.pallas_kernels import all_finite, unscale_and_check
 from jamp.pallas_kernels.unscale import backends, reference, with_kernel
 from jamp.pallas_kernels.unscale.launches import Request
-from jamp.pallas_kernels.unscale.shapes import mixed
 
 ON_CPU = Request(interpret=True)
 

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 
+import gradient_trees
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jamp.pallas_kernels.unscale import backends, reference, shapes, with_kernel
+from jamp.pallas_kernels.unscale import backends, reference, with_kernel
 from jamp.pallas_kernels.unscale.launches import Request
 
 pytestmark = [
@@ -79,9 +80,9 @@ def assert_as_reference(kernel, leaves, inv_scale=INV_SCALE):
     return not_finite
 
 
-@pytest.mark.parametrize("case", shapes.SMALL)
+@pytest.mark.parametrize("case", gradient_trees.SMALL)
 def test_leaves_of_every_shape_come_out_bit_for_bit(kernel, case):
-    leaves = filled(shapes.SMALL[case]())
+    leaves = filled(gradient_trees.SMALL[case]())
     assert assert_as_reference(kernel, leaves) == 0
     assert any(kernel.takes(leaf) for leaf in leaves)
 
@@ -96,7 +97,7 @@ def test_awkward_numbers_come_out_bit_for_bit(kernel, dtype):
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("leaf", [0, 36, -1], ids=["first", "middle", "last"])
 def test_one_number_that_is_not_finite_is_found_anywhere(kernel, value, leaf):
-    leaves = filled(shapes.large_and_tiny())
+    leaves = filled(gradient_trees.large_and_tiny())
     leaves = [x for x in leaves if kernel.takes(x)]
     for position in (0, leaves[leaf].size // 2, -1):
         poisoned = list(leaves)
@@ -117,7 +118,7 @@ def test_what_overflows_by_unscaling_is_found(kernel, dtype):
 
 
 def test_the_check_alone_reads_and_writes_nothing(kernel):
-    leaves = filled(shapes.large_and_tiny())
+    leaves = filled(gradient_trees.large_and_tiny())
     _, unscaled, not_finite = run(kernel, leaves, unscale=False)
     assert unscaled == []
     assert not_finite == 0
@@ -172,14 +173,14 @@ def lowered(kernel, tree, **options):
 
 @pytest.mark.parametrize("options", [{}, {"unscale": False}], ids=str)
 def test_the_kernels_lower_for_a_gpu_where_there_is_none(kernel, options):
-    text = lowered(kernel, shapes.mixed(), **options)
+    text = lowered(kernel, gradient_trees.mixed(), **options)
     # A launch for each dtype.
     assert text.count("stablehlo.custom_call @") == 3
 
 
 @pytest.mark.parametrize(("name", "launches"), [("triton", 3), ("mosaic_gpu", 10)])
 def test_the_gradients_of_a_gpt2_take_few_launches_in_place(name, launches):
-    tree = shapes.gpt2()
+    tree = gradient_trees.gpt2()
     text = lowered(load(name), tree)
     assert text.count("stablehlo.custom_call @") == launches
     assert text.count("stablehlo.output_operand_alias") == len(tree)
