@@ -17,7 +17,7 @@ from jamp import Diagnosis, Policy, Report, __version__, diagnose, explain
 from jamp._errors import JampError
 from jamp._processor import multiplies_bfloat16
 from jamp._regions import device_kind
-from jamp._rule import Rule
+from jamp._rule import RULE_NAMES
 from jamp._target import Inputs, load_function, load_inputs, users_code
 
 _BFLOAT16 = {
@@ -238,21 +238,22 @@ def _save_json(file: str | None, result: Report | Diagnosis) -> None:
         Path(file).write_text(data + "\n", encoding="utf-8")
 
 
-def _rules(policy: Policy) -> dict[str, Rule]:
+def _rules(policy: Policy) -> dict[str, str]:
     """The rule of every entry, by the name that a table gives it."""
     scopes = {f"scope {pattern!r}": rule for pattern, rule in policy.scopes}
     functions = {function.name: rule for function, rule in policy.functions}
-    return {**dict(policy.primitives), **functions, **scopes}
+    rules = {**dict(policy.primitives), **functions, **scopes}
+    return {name: rule.value for name, rule in rules.items()}
 
 
 def _printed(policy: Policy) -> Iterator[str]:
     yield f"policy {policy.name}, dtype {policy.dtype.name}"
     rules = _rules(policy)
-    for rule in Rule:
-        names = sorted(name for name, given in rules.items() if given is rule)
+    for rule in RULE_NAMES:
+        names = sorted(name for name, given in rules.items() if given == rule)
         if names:
             yield ""
-            yield f"{rule.value} ({len(names)})"
+            yield f"{rule} ({len(names)})"
             yield from (f"  {name}" for name in names)
     for unsafe in policy.unsafe:
         yield ""
@@ -266,15 +267,11 @@ def _compared(one: Policy, other: Policy) -> Iterator[str]:
         yield f"dtype: {one.dtype.name} -> {other.dtype.name}"
     ours, theirs = _rules(one), _rules(other)
     for name in sorted(ours.keys() | theirs.keys()):
-        old, new = ours.get(name), theirs.get(name)
-        if old is not new:
-            yield f"{name}: {_value(old)} -> {_value(new)}"
+        old, new = (rules.get(name, "no rule") for rules in (ours, theirs))
+        if old != new:
+            yield f"{name}: {old} -> {new}"
     if one.unsafe != other.unsafe:
         yield "unsafe combinations differ"
-
-
-def _value(rule: Rule | None) -> str:
-    return "no rule" if rule is None else rule.value
 
 
 if __name__ == "__main__":

@@ -60,6 +60,12 @@ def is_float64(dtype: Any) -> bool:
     return dtype in (np.float64, np.complex128)
 
 
+def widened(array: jax.Array) -> jax.Array:
+    """An inexact array in float32, if its own dtype is narrower."""
+    # Promotion would not do: float8 has no implicit one.
+    return array if array.dtype.itemsize >= 4 else array.astype(FLOAT32)
+
+
 @cache
 def _wider(a: DType, b: DType) -> DType:
     try:

@@ -62,7 +62,7 @@ class Step(NamedTuple):
     scope: Scope
     user: Ruling | None = None
     call: _origin.Call | None = None
-    position: _origin.Position | None = None
+    frames: _origin.FrameKey | None = None
 
 
 @lru_cache(maxsize=256)
@@ -158,15 +158,15 @@ class Interpreter:
         user = user_ruling(scope)
         if user is not None or context.forced is not None:
             return Step(eqn, scope, user)
-        position = _origin.position(eqn)
-        if position is None:
+        frames = _origin.frame_key(eqn)
+        if frames is None:
             self._warn_no_traceback()
             return Step(eqn, scope)
         region = scope.region
         assert region is not None  # noqa: S101 - see Context.region
-        for call in _origin.calls(position, functions(region.policy, len(sys.modules))):
+        for call in _origin.calls(frames, functions(region.policy, len(sys.modules))):
             if call.function not in context.inside:
-                return Step(eqn, scope, None, call, position)
+                return Step(eqn, scope, None, call, frames)
         return Step(eqn, scope)
 
     def _warn_no_traceback(self) -> None:
@@ -325,4 +325,4 @@ def _continues(group: Sequence[Step], step: Step) -> bool:
         return False
     # Back at the first instruction: the call was made anew, as in a Python loop. What a
     # jitted function inlines has one and the same frames throughout.
-    return step.position != first.position or group[-1].position == first.position
+    return step.frames != first.frames or group[-1].frames == first.frames

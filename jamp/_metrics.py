@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jamp._autocast import as_written
+from jamp._dtypes import widened
 from jamp._optax import DynamicLossScalingState, find_state
 
 # The squares of numbers beyond these do not all fit into float32, nor do their sums.
@@ -100,7 +101,4 @@ def _norm(grads: Any, scale: jax.Array, axis_name: Any) -> jax.Array:
 
 def _unscaled_size(leaf: jax.Array, inverse: jax.Array) -> jax.Array:
     """The absolute values of unscaled gradients, in float32."""
-    size = jnp.abs(leaf)
-    if size.dtype.itemsize < 4:  # not promoted: float8 has no implicit promotion
-        size = size.astype(jnp.float32)
-    return (size * inverse).astype(jnp.float32)
+    return (widened(jnp.abs(leaf)) * inverse).astype(jnp.float32)

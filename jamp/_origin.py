@@ -33,26 +33,25 @@ class Call:
     key: tuple[Any, ...]
 
 
-Position = tuple[tuple[int, ...], Sequence[int]]
+# Ids of the code objects of frames, innermost first, and the offset in each. Ids,
+# because hashing or comparing code objects goes through their instructions.
+FrameKey = tuple[tuple[int, ...], Sequence[int]]
 
 
-def position(eqn: JaxprEqn) -> Position | None:
-    """Ids of the code objects of an equation's frames, and the offsets in them.
-
-    Ids, because hashing or comparing code objects goes through their instructions.
-    """
+def frame_key(eqn: JaxprEqn) -> FrameKey | None:
+    """What identifies the frames of an equation; None if it has no traceback."""
     found = frames(eqn)
     return None if found is None else (tuple(map(id, found[0])), found[1])
 
 
-def calls(found: Position, functions: Mapping[int, Function]) -> Iterator[Call]:
-    """Calls of listed functions that a position is inside, outermost first.
+def calls(key: FrameKey, functions: Mapping[int, Function]) -> Iterator[Call]:
+    """Calls of listed functions among the frames of an equation, outermost first.
 
     Args:
-      found: the position.
+      key: the key of the frames.
       functions: listed functions by the id of their code object.
     """
-    ids, offsets = found
+    ids, offsets = key
     hits = [index for index, code in enumerate(ids) if code in functions]
     for index in reversed(hits):
         yield Call(functions[ids[index]], (ids[index:], offsets[index + 1 :]))
@@ -60,7 +59,7 @@ def calls(found: Position, functions: Mapping[int, Function]) -> Iterator[Call]:
 
 @dataclass(frozen=True)
 class Location:
-    """A place in a source file."""
+    """A line of a source file, and the function that it is in."""
 
     file: str
     line: int

@@ -111,12 +111,7 @@ def check_named_options(function: str, named: Mapping[str, Any]) -> None:
 
 def check_floating(name: str, dtype: Any) -> DType:
     """The dtype that an argument names, which has to be floating."""
-    try:
-        found: DType = jax.dtypes.canonicalize_dtype(dtype)
-    except TypeError as error:
-        raise AutocastTypeError(
-            f"{name} must be a floating dtype, got {dtype!r}"
-        ) from error
+    found = _dtype(name, dtype, "a floating dtype")
     if not jax.dtypes.issubdtype(found, np.floating):
         raise AutocastTypeError(f"{name} must be a floating dtype, got {found}")
     return found
@@ -128,17 +123,20 @@ def make_named_options(named: Mapping[str, Any]) -> Options:
 
 
 def _low_dtype(dtype: Any) -> DType:
-    try:
-        found = jax.dtypes.canonicalize_dtype(dtype)
-    except TypeError as error:
-        raise AutocastTypeError(
-            f"dtype must be float16 or bfloat16, got {dtype!r}"
-        ) from error
+    found = _dtype("dtype", dtype, "float16 or bfloat16")
     if found not in _dtypes.LOW_DTYPES:
         raise AutocastError(
             f"dtype must be float16 or bfloat16, got {found}; leave it out for the "
             "policy's own, or use enabled=False to compute as written"
         )
+    return found
+
+
+def _dtype(name: str, value: Any, wanted: str) -> DType:
+    try:
+        found: DType = jax.dtypes.canonicalize_dtype(value)
+    except TypeError as error:
+        raise AutocastTypeError(f"{name} must be {wanted}, got {value!r}") from error
     return found
 
 

@@ -150,7 +150,7 @@ class GradScaler:
         inverse = 1 / state.scale
         unscaled, found_inf = unscale_and_check(grads, inverse)
         # Where denormal numbers are flushed, the inverse of a scale above 2**126 is
-        # zero: all gradients would be lost without a word.
+        # zero, and with it every gradient.
         return unscaled, found_inf | (inverse == 0)
 
     @as_written
@@ -235,13 +235,9 @@ class GradScaler:
         """
         if not self.enabled:
             return {}
-        return {
-            "scale": float(state.scale),
-            "growth_factor": self.growth_factor,
-            "backoff_factor": self.backoff_factor,
-            "growth_interval": self.growth_interval,
-            "_growth_tracker": int(state.growth_tracker),
-        }
+        factors = self.growth_factor, self.backoff_factor, self.growth_interval
+        values = float(state.scale), *factors, int(state.growth_tracker)
+        return dict(zip(_KEYS, values, strict=True))
 
     @classmethod
     def load_state_dict(
@@ -275,7 +271,8 @@ class GradScaler:
                 f"the state dict lacks {', '.join(map(repr, missing))}; a GradScaler's "
                 f"has {', '.join(map(repr, _KEYS))}"
             )
-        scale = float(state_dict["scale"])
+        scale, growth, backoff, interval, tracker = (state_dict[key] for key in _KEYS)
+        scale = float(scale)
         low, high = options.get("min_scale", cls.min_scale), options.get("max_scale")
         if low is not None:
             scale = max(scale, low)
@@ -283,12 +280,12 @@ class GradScaler:
             scale = min(scale, high)
         scaler = cls(
             init_scale=scale,
-            growth_factor=float(state_dict["growth_factor"]),
-            backoff_factor=float(state_dict["backoff_factor"]),
-            growth_interval=int(state_dict["growth_interval"]),
+            growth_factor=float(growth),
+            backoff_factor=float(backoff),
+            growth_interval=int(interval),
             **options,
         )
-        return scaler, _state(scale, int(state_dict["_growth_tracker"]))
+        return scaler, _state(scale, int(tracker))
 
     def _grown(self, scale: jax.Array) -> jax.Array:
         grown = _product(scale, self.growth_factor)

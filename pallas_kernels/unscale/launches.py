@@ -112,7 +112,7 @@ def run_all(
     for launch in launches:
         unscaled, found = call(launch, [leaves[k] for k in launch.leaves])
         flags.append(found)
-        # Nothing unscaled, no outputs.
+        # Where nothing was to be unscaled, there are no arrays.
         for k, array in zip(launch.leaves, unscaled, strict=False):
             outputs[k] = array.reshape(leaves[k].shape)
     return [outputs[k] for k in sorted(outputs)], jnp.concatenate(flags).max()

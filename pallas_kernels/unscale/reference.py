@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from jamp._dtypes import widened
 from jamp.pallas_kernels.unscale.launches import Request, Results
 
 
@@ -20,15 +21,7 @@ def run(leaves: Sequence[jax.Array], inv_scale: jax.Array, request: Request) -> 
     """
     outputs = []
     if request.unscale:
-        # In at least float32; not promoted, as float8 has no implicit promotion.
-        wide = [
-            leaf if leaf.dtype.itemsize >= 4 else leaf.astype(jnp.float32)
-            for leaf in leaves
-        ]
-        outputs = [
-            (number * inv_scale).astype(leaf.dtype)
-            for number, leaf in zip(wide, leaves, strict=True)
-        ]
+        outputs = [(widened(leaf) * inv_scale).astype(leaf.dtype) for leaf in leaves]
     # What is not finite before is not finite after either: inf * 0 is NaN.
     read = outputs if request.unscale else leaves
     not_finite = [~jnp.isfinite(leaf).all() for leaf in read]
