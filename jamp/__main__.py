@@ -18,7 +18,7 @@ from jamp._errors import JampError
 from jamp._processor import multiplies_bfloat16
 from jamp._regions import device_kind
 from jamp._rule import RULE_NAMES
-from jamp._target import Inputs, load_function, load_inputs, users_code
+from jamp._target import load_function, load_inputs, users_code
 
 _BFLOAT16 = {
     True: "has instructions for it",
@@ -181,7 +181,7 @@ def _policy(chosen: argparse.Namespace) -> tuple[list[str], int]:
     return lines, bool(lines)
 
 
-def _loaded(chosen: argparse.Namespace) -> tuple[Any, Inputs, dict[str, Any]]:
+def _loaded(chosen: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:
     """The function, its inputs, and options of autocast."""
     options = {
         "device_type": chosen.device_type,

@@ -39,15 +39,8 @@ Frames = tuple[Sequence[CodeType], Sequence[int]]
 # Primitives that the shared tables may name and that the installed JAX need not know:
 # each is of another supported release, or dissolves before lowering.
 _NAMEABLE = frozenset(
-    {
-        "call",
-        "call_hi_primitive",
-        "closed_call",
-        "eval_jaxpr",
-        "log2",
-        "one_minus_square",
-        "polynomial",
-    }
+    "call call_hi_primitive closed_call eval_jaxpr log2 one_minus_square "
+    "polynomial".split()
 )
 
 

@@ -18,6 +18,7 @@ from jamp._errors import ScalerError, ScalerTypeError
 from jamp._scaler import (
     GradScaler,
     ScalerState,
+    instances,
     is_number,
     refuse_float16,
     scaled,
@@ -338,9 +339,7 @@ def find_state(tree: Any, hint: str = "") -> Any:
       tree: what holds the state.
       hint: what the message adds if there is none.
     """
-    kinds = (DynamicLossScalingState, ScalerState)
-    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kinds))
-    found = [leaf for leaf in leaves if isinstance(leaf, kinds)]
+    found = instances(tree, (DynamicLossScalingState, ScalerState))
     if len(found) == 1:
         return found[0]
     if found:

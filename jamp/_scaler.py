@@ -213,7 +213,7 @@ class GradScaler:
           ScalerError: the optimizer scales the loss itself, or found_inf is missing.
         """
         del state
-        if _holds_a_scale(opt_state):
+        if instances(opt_state, ScalerState):
             raise ScalerError(
                 "the optimizer is one of jamp.dynamic_loss_scaling, which unscales and "
                 "skips by itself: call its update, or hand step the inner optimizer"
@@ -380,9 +380,10 @@ def _scale(value: Any) -> jax.Array:
     return array
 
 
-def _holds_a_scale(tree: Any) -> bool:
-    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, ScalerState))
-    return any(isinstance(leaf, ScalerState) for leaf in leaves)
+def instances(tree: Any, kinds: type | tuple[type, ...]) -> list[Any]:
+    """The nodes of a tree, outermost only, that are of certain classes."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kinds))
+    return [leaf for leaf in leaves if isinstance(leaf, kinds)]
 
 
 def _any(found_inf: Any, method: str) -> jax.Array:

@@ -10,17 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jamp._errors import JampError, TargetError
 from jamp._origin import is_users
-
-
-class Inputs(NamedTuple):
-    """Arguments to call a function with."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
 
 
 def load_function(target: str) -> Callable[..., Any]:
@@ -43,11 +36,10 @@ def load_function(target: str) -> Callable[..., Any]:
     found = names[name]
     if not callable(found):
         raise TargetError(f"{target} is a {type(found).__name__}, not a function")
-    function: Callable[..., Any] = found
-    return function
+    return found  # type: ignore[no-any-return]
 
 
-def load_inputs(file: str) -> Inputs:
+def load_inputs(file: str) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     """Example inputs from a Python file that sets `args`, and `kwargs` if wanted.
 
     Raises:
@@ -60,7 +52,7 @@ def load_inputs(file: str) -> Inputs:
             f"{file} must set args, a tuple of the function's arguments, as in "
             "args = (params, batch); and may set kwargs, a dict"
         )
-    return Inputs(tuple(args), kwargs)
+    return tuple(args), kwargs
 
 
 @contextmanager

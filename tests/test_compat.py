@@ -43,7 +43,7 @@ def test_frames_lead_from_the_equation_to_its_functions():
     )
 
 
-def test_frames_of_an_inlined_function_are_kept():
+def test_frames_inside_a_jitted_function_are_kept():
     eqn, *_ = equations(jax.jit(calls_sine), 1.0)
     (inner,) = (v for v in eqn.params.values() if hasattr(v, "eqns"))
     assert sine.__code__ in _compat.frames(inner.eqns[0])[0], (

@@ -122,6 +122,17 @@ def test_shards_of_a_size_that_the_kernel_cannot_take_are_done_by_xla(monkeypatc
         assert with_kernel(kernel, placed, jnp.float32(0.5), ON_CPU)[1] > 0
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_the_check_alone_finds_what_one_shard_holds(kind):
+    request = Request(unscale=False, interpret=True)
+    with jax.set_mesh(mesh(kind)):
+        for poison in (None, np.nan):
+            leaves = sharded(mesh(kind), poison)[-2:]
+            run = with_kernel(backends.load("triton"), leaves, jnp.float32(1), request)
+            assert run[0] == []
+            assert (run[1] > 0) == (poison is not None)
+
+
 def test_the_reference_keeps_shards_where_they_are_too():
     leaves = sharded(mesh(AxisType.Auto))
     compiled = jax.jit(unscale_and_check).lower(leaves, 0.3).compile()
