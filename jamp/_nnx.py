@@ -47,11 +47,17 @@ class Prepared:
     finish: Callable[[Any], Any]
 
 
-def prepare(fn: Callable[..., Any], args: Any, kwargs: Any) -> Prepared:
-    """Takes the state out of the modules of a call, if there are any."""
+def unwrap(fn: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """The call that a call of a `functools.partial` makes, or the same call."""
     while isinstance(fn, partial):
         args, kwargs = (*fn.args, *args), {**fn.keywords, **kwargs}
         fn = fn.func
+    return fn, args, kwargs
+
+
+def prepare(fn: Callable[..., Any], args: Any, kwargs: Any) -> Prepared:
+    """Takes the state out of the modules of a call, if there are any."""
+    fn, args, kwargs = unwrap(fn, args, kwargs)
     _refuse_collecting(fn, args)
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:

@@ -19,7 +19,7 @@ from jamp._diagnosis.judge import (
     find_faults,
     judge,
 )
-from jamp._diagnosis.ledger import Measured
+from jamp._diagnosis.ledger import Ledger, Measured
 from jamp._diagnosis.loops import RUNS
 from jamp._diagnosis.measure import LOWEST_EXPONENT, is_measured
 from jamp._diagnosis.program import (
@@ -52,11 +52,6 @@ class Examination:
     outcomes: list[Outcome]
     faults: list[Fault]
 
-    @property
-    def roundings(self) -> int:
-        """How many operations round to 16 bits."""
-        return sum(_dtypes.narrow(m.output.dtype) for m in self.measured)
-
 
 def examine(
     subject: Subject,
@@ -73,7 +68,8 @@ def examine(
       progress: takes the number of equations; what it returns is called after each.
     """
     program = make_program(subject, settings)
-    walk = Walk(RUNS, steps, progress(count_equations(program.closed)))
+    ledger, advance = Ledger(), progress(count_equations(program.closed))
+    walk = Walk(RUNS, steps, advance, ledger, ledger)
     scale = None if settings.loss_scale is None else len(program.arrays) - 1
     # What is not finite is what this is about.
     with np.errstate(all="ignore"):
@@ -86,13 +82,9 @@ def examine(
             Outcome.of(label, gradient, value.pair, value.producers)
             for label, gradient, value in _floating(program, results)
         ]
-    measured = walk.ledger.measured
-    found = Examination(settings, measured, outcomes, [])
-    verdict = judge(outcomes, error_limit(settings.options.dtype, found.roundings))
-    if not verdict:
-        return found
-    faults = find_faults(verdict, walk.ledger)
-    return Examination(settings, measured, outcomes, faults)
+    limit = error_limit(settings.options.dtype, _roundings(ledger.measured))
+    faults = find_faults(judge(outcomes, limit), ledger)
+    return Examination(settings, ledger.measured, outcomes, faults)
 
 
 def run_again(subject: Subject, settings: Settings, before: Examination) -> Verdict:
@@ -112,7 +104,14 @@ def run_again(subject: Subject, settings: Settings, before: Examination) -> Verd
             outcome.against(array, factor)
             for outcome, array in zip(before.outcomes, computed, strict=True)
         ]
-    return judge(outcomes, error_limit(settings.options.dtype, before.roundings))
+    return judge(
+        outcomes, error_limit(settings.options.dtype, _roundings(before.measured))
+    )
+
+
+def _roundings(measured: Sequence[Measured]) -> int:
+    """How many operations round to 16 bits."""
+    return sum(_dtypes.narrow(m.output.dtype) for m in measured)
 
 
 def _floating(program: Program, results: Sequence[Any]) -> list[tuple[str, bool, Any]]:

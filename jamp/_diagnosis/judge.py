@@ -156,10 +156,7 @@ def find_faults(verdict: Verdict, ledger: Ledger) -> list[Fault]:
     """
 
     def path_to(outcomes: Sequence[Outcome]) -> list[Measured]:
-        outputs = ledger.ancestors(
-            output for outcome in outcomes for output in outcome.producers
-        )
-        return [m for m in ledger.measured if m.output.number in outputs]
+        return ledger.led_to(n for outcome in outcomes for n in outcome.producers)
 
     faults: list[Fault] = []
     wild = verdict.wild if verdict.spoiled else verdict.alike
@@ -184,17 +181,14 @@ def _behind(fault: Fault, ledger: Ledger) -> tuple[Measured, ...]:
     """The operations in 16 bits that led to a fault, nearest first, one per line."""
     if fault.measured is None:
         return ()
-    numbers = ledger.ancestors(ledger.producers(fault.measured.output.number))
-    known = map(ledger.get, numbers)
-    found = [m for m in known if m is not None and narrow(m.output.dtype)]
-    return tuple(_one_per_line(found))
+    found = ledger.behind(fault.measured)
+    return tuple(_one_per_line([m for m in found if narrow(m.output.dtype)]))
 
 
 def _beginning(found: Measured, ledger: Ledger) -> Measured:
     """The operation behind one that only passes an error on, or amplifies it."""
     while _passes_on(found):
-        operands = map(ledger.get, ledger.producers(found.output.number))
-        wrong = [m for m in operands if m is not None and m.statistics.error]
+        wrong = [m for m in ledger.operands(found) if m.statistics.error]
         if len(wrong) != 1:
             break
         found = wrong[0]
@@ -230,24 +224,19 @@ def _overflow(measured: Measured, ledger: Ledger) -> Fault:
     A result that the dtype could hold is not finite because of an operand: one that
     became zero and is divided by, or one that was negative by its error only.
     """
-    output = measured.output
-    if measured.statistics.largest > float(jnp.finfo(output.dtype).max):
+    if measured.statistics.largest > float(jnp.finfo(measured.output.dtype).max):
         return Fault("overflow", measured)
     cause, zeros = measured, [measured]
     while zeros:
         cause = zeros[0]
-        operands = map(ledger.get, ledger.producers(cause.output.number))
-        zeros = [m for m in operands if m is not None and m.statistics.flushed]
+        zeros = [m for m in ledger.operands(cause) if m.statistics.flushed]
     if cause is not measured:
         # One zero that is divided by is enough.
         return Fault(kind_of(cause, share=0.0), cause)
-    before = ledger.ancestors(ledger.producers(output.number))
-    suspects = _suspects([m for m in ledger.measured if m.output.number in before])
-    return (
-        Fault(kind_of(suspects[0]), suspects[0])
-        if suspects
-        else Fault("overflow", measured)
-    )
+    suspects = _suspects(sorted(ledger.behind(measured), key=lambda m: m.output.number))
+    if not suspects:
+        return Fault("overflow", measured)
+    return Fault(kind_of(suspects[0]), suspects[0])
 
 
 def _one_per_line(found: Sequence[Measured]) -> list[Measured]:

@@ -70,19 +70,24 @@ class Ledger:
         """How many outputs there are."""
         return len(self._producers)
 
-    def producers(self, number: int) -> frozenset[int]:
-        """The outputs that the operands of an output came from."""
-        return self._producers[number]
+    def operands(self, measured: Measured) -> list[Measured]:
+        """The outputs that an output was computed from."""
+        return self._known(self._producers[measured.output.number])
 
-    def get(self, number: int) -> Measured | None:
-        """What was measured at an output; None if it has not run."""
-        return self._found.get(number)
+    def behind(self, measured: Measured) -> list[Measured]:
+        """All that led to an output, nearest first."""
+        return self._known(self._ancestors(self._producers[measured.output.number]))
 
-    def ancestors(self, numbers: Iterable[int]) -> dict[int, None]:
-        """The outputs that values from these outputs were computed from, nearest first.
+    def led_to(self, numbers: Iterable[int]) -> list[Measured]:
+        """These outputs and all that led to them, in the program's order."""
+        return self._known(sorted(self._ancestors(numbers)))
 
-        These outputs themselves are among them.
-        """
+    def _known(self, numbers: Iterable[int]) -> list[Measured]:
+        """What was measured at these outputs; some may not have run."""
+        return [self._found[number] for number in numbers if number in self._found]
+
+    def _ancestors(self, numbers: Iterable[int]) -> dict[int, None]:
+        """These outputs and all that led to them, nearest first."""
         found = dict.fromkeys(numbers)
         nearest = list(found)
         while nearest:
@@ -95,18 +100,16 @@ class Ledger:
             found.update(dict.fromkeys(nearest))
         return found
 
-    def entering(self, pair: Pair) -> State:
-        """The state of a value that enters a program."""
-        return state_of(pair)
-
     def note(
         self,
-        output: Output,
+        output: Output | None,
         pair: Pair,
-        operands: Sequence[State],
-        iteration: int | None,
+        operands: Sequence[State] = (),
+        iteration: int | None = None,
     ) -> State:
-        """Measures a result; returns its state."""
+        """Measures an output, or a value that enters a program; returns its state."""
+        if output is None:
+            return state_of(pair)
         statistics, state = measure(pair, operands, iteration)
         known = self._found.get(output.number)
         if known is not None:

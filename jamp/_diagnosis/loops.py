@@ -7,6 +7,7 @@ for both.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -29,17 +30,14 @@ def run_scan(
     stop = start + count
     program = eqn.params["jaxpr"]
     flags = _settled(program, [operand.scaled for operand in operands], start, stop)
-    producers = [operand.producers for operand in operands]
+    body = _observed(walk, program, operands, flags, nesting)
 
     def loop(operands: Sequence[Pair]) -> list[Pair]:
         consts, carry, xs = operands[:start], operands[start:stop], operands[stop:]
 
         def step(state: Any, slices: Any) -> Any:
             iteration, carry = state
-            pairs = [*consts, *carry, *slices]
-            results = _observed(
-                walk, program, pairs, flags, producers, nesting, iteration
-            )
+            results = body([*consts, *carry, *slices], iteration)
             return (iteration + 1, results[:count]), results[count:]
 
         (_, carry), ys = jax.lax.scan(
@@ -62,7 +60,7 @@ def run_while(
     program, condition = eqn.params["body_jaxpr"], eqn.params["cond_jaxpr"]
     flags = [operand.scaled for operand in operands[split:]]
     flags = _settled(program, flags, count, len(flags))
-    producers = [operand.producers for operand in operands[split:]]
+    body = _observed(walk, program, operands[split:], flags, nesting)
 
     def loop(operands: Sequence[Pair]) -> list[Pair]:
         tested, consts = operands[:split], operands[split : split + count]
@@ -73,11 +71,7 @@ def run_while(
 
         def step(state: Any) -> Any:
             iteration, carry = state
-            pairs = [*consts, *carry]
-            results = _observed(
-                walk, program, pairs, flags, producers, nesting, iteration
-            )
-            return iteration + 1, results
+            return iteration + 1, body([*consts, *carry], iteration)
 
         start = (np.int32(0), list(operands[split + count :]))
         results: list[Pair] = jax.lax.while_loop(proceed, step, start)[1]
@@ -96,17 +90,10 @@ def run_cond(
         taken = min(max(int(index), 0), len(branches) - 1)
         return walk.run(branches[taken], rest, nesting)
     flags = [operand.scaled for operand in rest]
-    producers = [operand.producers for operand in rest]
-
-    def function(branch: Any) -> Callable[..., list[Pair]]:
-        return lambda *pairs: _observed(
-            walk, branch, pairs, flags, producers, nesting, walk.iteration
-        )
-
-    functions = list(map(function, branches))
+    bodies = [_observed(walk, branch, rest, flags, nesting) for branch in branches]
 
     def switch(pairs: Sequence[Pair]) -> list[Pair]:
-        results: list[Pair] = jax.lax.switch(index, functions, *pairs)
+        results: list[Pair] = jax.lax.switch(index, bodies, pairs, walk.iteration)
         return results
 
     return _finished(walk, switch, rest, [any(flags)] * len(eqn.outvars))
@@ -120,18 +107,15 @@ class _Notes:
         self._pairs: list[Pair] = []
         self._notes: list[tuple[Output | None, Sequence[int]]] = []
 
-    def entering(self, pair: Pair) -> int:
-        """Notes a value that enters the program; returns its number."""
-        return self._add(pair, None, ())
-
     def note(
-        self, output: Output, pair: Pair, operands: Sequence[int], iteration: Any
+        self,
+        output: Output | None,
+        pair: Pair,
+        operands: Sequence[int] = (),
+        iteration: Any = None,
     ) -> int:
-        """Notes a result; returns its number."""
+        """Notes what the ledger is to measure; returns its number."""
         del iteration
-        return self._add(pair, output, operands)
-
-    def _add(self, pair: Pair, output: Output | None, operands: Sequence[int]) -> int:
         self._pairs.append(pair)
         self._notes.append((output, operands))
         return len(self._notes) - 1
@@ -146,31 +130,37 @@ class _Notes:
         with np.errstate(all="ignore"):
             for (output, operands), pair in zip(self._notes, pairs, strict=True):
                 pair = Pair(*map(np.asarray, pair))
-                if output is None:
-                    states.append(self._ledger.entering(pair))
-                else:
-                    known = [states[number] for number in operands]
-                    states.append(
-                        self._ledger.note(output, pair, known, int(iteration))
-                    )
+                known = [states[number] for number in operands]
+                states.append(self._ledger.note(output, pair, known, int(iteration)))
 
 
 def _observed(
     walk: Walk,
     program: Any,
-    pairs: Sequence[Pair],
+    operands: Sequence[Tracked],
     flags: Sequence[bool],
-    producers: Sequence[frozenset[int]],
     nesting: Nesting,
-    iteration: Any,
-) -> list[Pair]:
-    """Runs a program while it is traced, so that it is measured when it runs."""
-    notes = _Notes(walk.ledger)
-    inner = walk.inside(notes, iteration)
-    values = list(map(inner.entering, pairs, flags, producers))
-    results = inner.run(program, values, nesting)
-    notes.send(iteration)
-    return [result.pair for result in results]
+) -> Callable[[Sequence[Pair], Any], list[Pair]]:
+    """A function that runs a program, to be traced: it is measured when it runs.
+
+    Args:
+      walk: the walk around the program.
+      program: the program.
+      operands: what it is called with first.
+      flags: which of them carry the loss scale in some call.
+      nesting: what it stands in.
+    """
+    producers = [operand.producers for operand in operands]
+
+    def run(pairs: Sequence[Pair], iteration: Any) -> list[Pair]:
+        notes = _Notes(walk.ledger)
+        inner = replace(walk, advance=lambda: None, observer=notes, iteration=iteration)
+        values = list(map(inner.entering, pairs, flags, producers))
+        results = inner.run(program, values, nesting)
+        notes.send(iteration)
+        return [result.pair for result in results]
+
+    return run
 
 
 def _finished(

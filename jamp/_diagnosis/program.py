@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -92,10 +91,8 @@ class Subject:
           AutocastError: there is no argument at `argnums`.
           AutocastTypeError: no argument holds an array, or one holds no values.
         """
-        held = 0
-        while isinstance(fn, partial):
-            args, kwargs = (*fn.args, *args), {**fn.keywords, **kwargs}
-            held, fn = held + len(fn.args), fn.func
+        free = len(args)
+        fn, args, kwargs = _nnx.unwrap(fn, args, kwargs)
         call = _nnx.prepare(fn, args, kwargs)
         leaves, tree = jax.tree.flatten((call.args, call.kwargs))
         arrays = [leaf for leaf in leaves if _trace.is_array(leaf)]
@@ -107,12 +104,12 @@ class Subject:
                 "jax.jit and other transformations"
             )
         chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-        free = len(args) - held
         if not all(-free <= number < free for number in chosen):
             raise AutocastError(
                 f"argnums is {argnums}, and there are {free} positional arguments"
             )
-        chosen = tuple(held + number % free for number in chosen)
+        # Those that the partials hold come first.
+        chosen = tuple(len(args) - free + number % free for number in chosen)
         paths, modules = find_paths(args, kwargs, call)
         differentiated = tuple(
             slot
@@ -164,7 +161,11 @@ def make_program(subject: Subject, settings: Settings) -> Program:
     def call(leaves: list[Any]) -> Any:
         args, kwargs = jax.tree.unflatten(subject.tree, leaves)
         traced = _trace.trace(subject.fn, settings.options, args, kwargs)
-        _check_refs(traced.program)
+        if _holds_refs(traced.program):
+            raise AutocastTypeError(
+                "diagnose cannot follow mutable arrays (jax.new_ref): it runs all "
+                "operations twice; give it a function without them"
+            )
         marked = _in_regions(traced.program, settings)
         arrays = [leaves[slot] for slot in slots]
         return traced.rebuild(_trace.run(marked, arrays, settings.options, Scribe()))
@@ -212,15 +213,6 @@ def make_program(subject: Subject, settings: Settings) -> Program:
     arrays.append(np.float32(settings.loss_scale))
     closed = jax.make_jaxpr(gradients)(*arrays)
     return Program(closed, arrays, labels, len(subject.differentiated))
-
-
-def _check_refs(program: Any) -> None:
-    """Raises where a traced program changes arrays in place."""
-    if _holds_refs(program):
-        raise AutocastTypeError(
-            "diagnose cannot follow mutable arrays (jax.new_ref): it runs all "
-            "operations twice; give it a function without them"
-        )
 
 
 def _filled(

@@ -8,6 +8,7 @@ takes. A loop is compiled as a whole, and calls back in each iteration.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -25,54 +26,37 @@ from jamp._rules.programs import closed
 Steps = dict[Hashable, Callable[..., list[Pair]]]
 
 
+@dataclass(frozen=True)
 class Walk:
     """One walk through a program.
 
     Attributes:
-      ledger: where what is measured is noted.
+      runs: what runs a loop or a branch, by its primitive.
+      steps: compiled equations, which several walks may share.
+      advance: called after each equation.
+      ledger: holds what is measured.
       observer: what measures: the ledger, or what stands for it inside a loop.
       iteration: that of the loop around the program, if there is one.
-      eager: whether values are arrays; inside a loop they are traced.
     """
 
-    def __init__(
-        self,
-        runs: Mapping[str, Callable[..., list[Tracked]]],
-        steps: Steps,
-        advance: Callable[[], object],
-        ledger: Ledger | None = None,
-        observer: Any = None,
-        iteration: Any = None,
-    ) -> None:
-        """Begins a walk.
+    runs: Mapping[str, Callable[..., list[Tracked]]]
+    steps: Steps
+    advance: Callable[[], object]
+    ledger: Ledger
+    observer: Any
+    iteration: Any = None
 
-        Args:
-          runs: what runs a loop or a branch, by its primitive.
-          steps: compiled equations, which several walks may share.
-          advance: called after each equation.
-          ledger: that of the walk around this one.
-          observer: what measures inside a loop.
-          iteration: that of the loop.
-        """
-        self.ledger = ledger or Ledger()
-        self.observer = observer or self.ledger
-        self.iteration = iteration
-        self.eager = observer is None
-        self._runs = runs
-        self._steps = steps
-        self._advance = advance
-
-    def inside(self, observer: Any, iteration: Any) -> Walk:
-        """A walk through a program inside a loop."""
-        ledger = self.ledger
-        return Walk(self._runs, self._steps, lambda: None, ledger, observer, iteration)
+    @property
+    def eager(self) -> bool:
+        """Whether values are arrays; inside a loop they are traced."""
+        return self.observer is self.ledger
 
     def entering(
         self, pair: Pair, scaled: bool = False, producers: frozenset[int] = frozenset()
     ) -> Tracked:
         """A value that enters a program."""
         measured = is_measured(jax.typeof(pair.computed))
-        state = self.observer.entering(pair) if measured else None
+        state = self.observer.note(None, pair) if measured else None
         return Tracked(pair, state, scaled, producers)
 
     def run(
@@ -106,11 +90,11 @@ class Walk:
         if name in primitives.CALLS:
             program = eqn.params[primitives.CALLS[name]]
             return self.run(program, operands, nesting.enter(eqn))
-        if name in self._runs:
-            results = self._runs[name](self, eqn, operands, nesting.enter(eqn))
+        if name in self.runs:
+            results = self.runs[name](self, eqn, operands, nesting.enter(eqn))
         else:
             results = self._plain(eqn, operands, nesting)
-        self._advance()
+        self.advance()
         return results
 
     def _plain(
@@ -124,13 +108,13 @@ class Walk:
         producers = frozenset().union(*(operand.producers for operand in operands))
         values = []
         for var, pair in zip(eqn.outvars, pairs, strict=True):
-            state, known_producers = None, producers
+            value = Tracked(pair, None, scaled, producers)
             if is_measured(var.aval):
                 number, dtype = self.ledger.number(producers), _dtypes.dtype_of(var)
                 output = Output(number, eqn, dtype, scope, nesting.callers, scaled)
                 state = self.observer.note(output, pair, states, self.iteration)
-                known_producers = frozenset({number})
-            values.append(Tracked(pair, state, scaled, known_producers))
+                value = Tracked(pair, state, scaled, frozenset({number}))
+            values.append(value)
         return values
 
     def _bind(self, eqn: JaxprEqn, operands: Sequence[Pair]) -> list[Pair]:
@@ -139,14 +123,14 @@ class Walk:
         dtypes = tuple(map(_dtypes.dtype_of, (*eqn.invars, *eqn.outvars)))
         key: Hashable = (eqn.primitive, tuple(eqn.params.items()), eqn.ctx, dtypes)
         try:
-            known = key in self._steps
+            known = key in self.steps
         except TypeError:
             key, known = eqn, False
         if not known:
-            self._steps[key] = jax.jit(
+            self.steps[key] = jax.jit(
                 lambda *operands: run_pair(eqn, operands), compiler_options=EXACTLY
             )
-        return self._steps[key](*operands)
+        return self.steps[key](*operands)
 
 
 def _is_of_jax(name: str) -> bool:
