@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,13 @@ FURTHER = 8
 Examine = Callable[[Settings], Examination]
 
 
-def find_cure(
-    subject: Subject, before: Examination, examine: Examine
-) -> tuple[list[Change], bool]:
-    """Changes that cure a program.
+def find_cure(subject: Subject, before: Examination, examine: Examine) -> list[Change]:
+    """Changes that cure a program; none if no cure is found.
 
     Args:
       subject: the function and its arguments.
       before: its examination.
       examine: examines it under other settings.
-
-    Returns:
-      The changes, and whether they cure it. Without a cure they are none.
     """
 
     def cures(changes: Iterable[Change]) -> bool:
@@ -46,7 +42,7 @@ def find_cure(
         candidates = _candidates(examination)
         for change in candidates:
             if cures([*chosen, change]):
-                return _smallest([*chosen, change], cures), True
+                return _smallest([*chosen, change], cures)
         step = _step(examination, candidates, examine)
         if step is None:
             break
@@ -56,34 +52,30 @@ def find_cure(
     for change in _further(examination):
         further = [*further, change]
         if cures(further):
-            return _smallest(further, cures), True
+            return _smallest(further, cures)
     for change in last_resorts(before):
         if cures([change]):
-            return [change], True
-    return [], False
+            return [change]
+    return []
 
 
 def _candidates(examination: Examination) -> list[Change]:
     """Changes for all faults; what all have in common comes once."""
-    found: dict[Any, Change] = {}
-    for fault in examination.faults:
-        for change in changes_for(fault, examination):
-            found.setdefault((change.kind, change.value), change)
-    return list(found.values())
+    changes = (changes_for(fault, examination) for fault in examination.faults)
+    return list(dict.fromkeys(chain.from_iterable(changes)))
 
 
 def _further(examination: Examination) -> list[Change]:
     """Changes for what led to the faults, the nearest first."""
-    found: dict[Any, Change] = {}
+    found: dict[Change, None] = {}
     for fault in examination.faults:
         for measured in fault.behind:
-            if len(found) >= FURTHER:
-                return list(found.values())
-            for change in changes_for(Fault(fault.kind, measured), examination):
-                if change.kind not in ("loss_scale", "primitive"):
-                    found.setdefault((change.kind, change.value), change)
-                    break
-    return list(found.values())
+            changes = changes_for(Fault(fault.kind, measured), examination)
+            local = [c for c in changes if c.kind not in ("loss_scale", "primitive")]
+            found.update(dict.fromkeys(local[:1]))
+            if len(found) == FURTHER:
+                return list(found)
+    return list(found)
 
 
 def _step(

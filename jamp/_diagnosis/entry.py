@@ -89,7 +89,9 @@ def diagnose(
         own_policy = autocast_options.get("policy") is not None
         # What is not finite is what this is about.
         with jax.debug_nans(False), jax.debug_infs(False):
-            first = run(_settings(loss_scale, autocast_options))
+            options = _regions.make_named_options(autocast_options)
+            scale = None if loss_scale is None else float(loss_scale)
+            first = run(Settings(options, scale))
             faults, suggestions = _cure(subject, first, run, own_policy)
         return _diagnosis(subject, first, faults, suggestions)
 
@@ -116,11 +118,6 @@ def _check(fn: Any, loss_scale: float | None, autocast_options: Any) -> None:
         )
 
 
-def _settings(loss_scale: float | None, autocast_options: Any) -> Settings:
-    options = _regions.make_named_options(autocast_options)
-    return Settings(options, None if loss_scale is None else float(loss_scale))
-
-
 def _cure(
     subject: Subject,
     first: Examination,
@@ -131,8 +128,8 @@ def _cure(
     faults = first.faults
     if not faults or any(fault.kind == "float32" for fault in faults):
         return faults, ()
-    changes, cured = find_cure(subject, first, run)
-    if not cured:
+    changes = find_cure(subject, first, run)
+    if not changes:
         return faults, (_by_hand(faults[0]),)
     causes = _causes(faults, changes)
     return causes or faults, suggestions_of(changes, first.settings, own_policy)

@@ -156,6 +156,7 @@ def make_program(subject: Subject, settings: Settings) -> Program:
       AutocastError: a gradient is asked for, and the function returns no scalar loss.
     """
     slots = [i for i, leaf in enumerate(subject.leaves) if _trace.is_array(leaf)]
+    arrays = [subject.leaves[slot] for slot in slots]
     labels: list[str] = []
 
     def call(leaves: list[Any]) -> Any:
@@ -167,52 +168,51 @@ def make_program(subject: Subject, settings: Settings) -> Program:
                 "operations twice; give it a function without them"
             )
         marked = _in_regions(traced.program, settings)
-        arrays = [leaves[slot] for slot in slots]
-        return traced.rebuild(_trace.run(marked, arrays, settings.options, Scribe()))
+        inputs = [leaves[slot] for slot in slots]
+        return traced.rebuild(_trace.run(marked, inputs, settings.options, Scribe()))
 
-    def in_state(path: Path) -> str:
-        return f"state of {label_of(in_module(path, subject.modules or {}))}"
+    def labelled(**parts: Any) -> list[Any]:
+        found = [
+            (_label(name, path, subject), leaf)
+            for name, part in parts.items()
+            for path, leaf in jax.tree.leaves_with_path(part)
+            if _trace.is_array(leaf)
+        ]
+        labels.extend(label for label, _ in found)
+        return [leaf for _, leaf in found]
 
     def results(*arrays: Any) -> list[Any]:
         leaves = _filled(subject.leaves, slots, arrays)
         result, state = _parted(call(leaves), subject)
-        return [
-            *_labelled(result, _called("result"), labels),
-            *_labelled(state, in_state, labels),
-        ]
+        return labelled(result=result, state=state)
+
+    chosen = subject.differentiated
 
     def gradients(*arrays: Any) -> list[Any]:
         leaves, scale = _filled(subject.leaves, slots, arrays[:-1]), arrays[-1]
 
         def loss_of(parameters: list[Any]) -> Any:
-            return _split(
-                call(_filled(leaves, subject.differentiated, parameters)), subject
-            )
+            return _split(call(_filled(leaves, chosen, parameters)), subject)
 
-        parameters = [leaves[slot] for slot in subject.differentiated]
+        parameters = [leaves[slot] for slot in chosen]
         loss, pullback, (aux, state) = jax.vjp(loss_of, parameters, has_aux=True)
         found = pullback(scale.astype(loss.dtype))[0]
-        flat = [
-            *_labelled(loss, _called("loss"), labels),
-            *_labelled(aux, _called("aux"), labels),
-            *_labelled(state, in_state, labels),
-        ]
+        values = labelled(loss=loss, aux=aux, state=state)
         labels.extend(
             f"gradient of {subject.labels[i]}" for i in subject.differentiated
         )
-        return [*flat, *found]
+        return [*values, *found]
 
-    arrays = [subject.leaves[slot] for slot in slots]
     if settings.loss_scale is None:
         return Program(jax.make_jaxpr(results)(*arrays), arrays, labels, 0)
-    if not subject.differentiated:
+    if not chosen:
         raise AutocastTypeError(
             "diagnose(fn, loss_scale=...) takes the gradient of the floating arrays "
             "among the arguments at argnums, and there are none"
         )
     arrays.append(np.float32(settings.loss_scale))
     closed = jax.make_jaxpr(gradients)(*arrays)
-    return Program(closed, arrays, labels, len(subject.differentiated))
+    return Program(closed, arrays, labels, len(chosen))
 
 
 def _filled(
@@ -224,22 +224,11 @@ def _filled(
     return filled
 
 
-def _called(name: str) -> Callable[[Path], str]:
-    """What the parts of a result of this name are called."""
-    return lambda path: name + jax.tree_util.keystr(path)
-
-
-def _labelled(
-    result: Any, name_of: Callable[[Path], str], labels: list[str]
-) -> list[Any]:
-    """The arrays of a result; their names are added to the labels."""
-    found = [
-        (name_of(path), leaf)
-        for path, leaf in jax.tree.leaves_with_path(result)
-        if _trace.is_array(leaf)
-    ]
-    labels.extend(label for label, _ in found)
-    return [leaf for _, leaf in found]
+def _label(name: str, path: Path, subject: Subject) -> str:
+    """What a part of a result of this name is called."""
+    if name == "state":
+        return f"state of {label_of(in_module(path, subject.modules or {}))}"
+    return name + jax.tree_util.keystr(path)
 
 
 def _parted(result: Any, subject: Subject) -> tuple[Any, Any]:
@@ -293,9 +282,12 @@ def _in_regions(program: Any, settings: Settings) -> Any:
             return value.replace(jaxpr=marked(value.jaxpr))
         if isinstance(value, Jaxpr):
             return value.replace(eqns=list(map(marked_equation, value.eqns)))
-        if isinstance(value, (tuple, list)):
-            return type(value)(map(marked, value)) if _holds_jaxpr(value) else value
+        if isinstance(value, (tuple, list)) and any(map(is_program, value)):
+            return type(value)(map(marked, value))
         return value
+
+    def is_program(value: Any) -> bool:
+        return isinstance(value, (ClosedJaxpr, Jaxpr))
 
     def marked_equation(eqn: Any) -> Any:
         location, info = _origin.location(eqn), eqn.source_info
@@ -305,10 +297,6 @@ def _in_regions(program: Any, settings: Settings) -> Any:
         return eqn.replace(source_info=info, params=params)
 
     return marked(program)
-
-
-def _holds_jaxpr(values: Sequence[Any]) -> bool:
-    return any(isinstance(value, (ClosedJaxpr, Jaxpr)) for value in values)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -44,8 +44,8 @@ class Change:
 
     kind: str
     value: Any
-    reason: str
-    covers: Callable[[Output], bool]
+    reason: str = field(compare=False)
+    covers: Callable[[Output], bool] = field(compare=False)
 
     def apply(self, settings: Settings) -> Settings:
         """The settings with this change."""
