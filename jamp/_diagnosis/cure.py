@@ -83,20 +83,15 @@ def _step(
 ) -> tuple[Change, Examination] | None:
     """The first change after which the first fault is gone, and others are left."""
     # Compiled as a whole, a program rounds a little otherwise than step by step.
-    if not examination.faults or examination.faults[0].measured is None:
+    first = examination.faults[0].measured if examination.faults else None
+    if first is None:
         return None
-    output = examination.faults[0].measured.output
-    fault = (output.location, output.scaled)
     for change in candidates:
-        if not change.covers(output):
+        if not change.covers(first):
             continue
         after = examine(change.apply(examination.settings))
-        left = [
-            (f.measured.output.location, f.measured.output.scaled)
-            for f in after.faults
-            if f.measured is not None
-        ]
-        if fault not in left:
+        left = [f.measured for f in after.faults if f.measured is not None]
+        if (first.location, first.scaled) not in [(m.location, m.scaled) for m in left]:
             return change, after
     return None
 

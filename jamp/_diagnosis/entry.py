@@ -22,7 +22,7 @@ from jamp._diagnosis.findings import (
     Underflow,
 )
 from jamp._diagnosis.judge import Fault, error_limit, gradient_error, kind_of
-from jamp._diagnosis.ledger import Measured, Output
+from jamp._diagnosis.ledger import Measured
 from jamp._diagnosis.program import Settings, Subject
 from jamp._diagnosis.progress import shown
 from jamp._diagnosis.suggest import Change
@@ -139,9 +139,7 @@ def _causes(faults: list[Fault], changes: list[Change]) -> list[Fault]:
     """The faults that changes reach; or else also what led to them and is changed."""
 
     def changed(measured: Measured | None) -> bool:
-        return measured is not None and any(
-            change.covers(measured.output) for change in changes
-        )
+        return measured is not None and any(c.covers(measured) for c in changes)
 
     causes = [fault for fault in faults if changed(fault.measured)]
     if causes:
@@ -153,7 +151,7 @@ def _causes(faults: list[Fault], changes: list[Change]) -> list[Fault]:
 
 
 def _by_hand(fault: Fault) -> Suggestion:
-    location = fault.measured.output.location if fault.measured else None
+    location = fault.measured.location if fault.measured else None
     code = f"# change {location or 'the program'}"
     reason = (
         "no rule cures this: the program itself computes there in 16 bits, or on values"
@@ -193,30 +191,28 @@ def _finding(fault: Fault, subject: Subject) -> Finding:
         what = f"argument {named}" if named else "an argument or a constant"
         message = f"{what} is not finite, so that float32 is not finite either"
         return Finding(fault.kind, ARGUMENT, "", None, "", False, None, message)
-    output = fault.measured.output
+    measured = fault.measured
     return Finding(
         kind=fault.kind,
-        operation=output.eqn.primitive.name,
-        dtype=output.dtype.name,
-        location=output.location,
-        scope="/".join(output.scope),
-        gradient=output.scaled,
-        iteration=fault.measured.statistics.first,
-        message=_message(fault.kind, fault.measured),
+        operation=measured.primitive,
+        dtype=measured.dtype.name,
+        location=measured.location,
+        scope="/".join(measured.scope),
+        gradient=measured.scaled,
+        iteration=measured.statistics.first,
+        message=_message(fault.kind, measured),
     )
 
 
 def _message(kind: str, measured: Measured) -> str:
-    output, found = measured.output, measured.statistics
-    name, dtype = output.eqn.primitive.name, output.dtype.name
-    what = (
-        f"a cast to {dtype}" if name == "convert_element_type" else f"{name} in {dtype}"
-    )
-    what += " of the gradient" if output.scaled else ""
+    found, name, dtype = measured.statistics, measured.primitive, measured.dtype.name
+    cast = name == "convert_element_type"
+    what = f"a cast to {dtype}" if cast else f"{name} in {dtype}"
+    what += " of the gradient" if measured.scaled else ""
     if kind == "float32":
         return f"float32 is not finite either, from {name} on"
     if kind == "overflow":
-        largest = float(jnp.finfo(output.dtype).max)
+        largest = float(jnp.finfo(dtype).max)
         when = "" if found.first is None else f", first in iteration {found.first}"
         return (
             f"{what} is not finite: it reaches {found.largest:.3g}, {dtype} holds "
@@ -225,7 +221,7 @@ def _message(kind: str, measured: Measured) -> str:
     if kind == "underflow":
         zero, small = found.flushed / found.nonzero, found.subnormal / found.nonzero
         return f"{what} makes {zero:.0%} of it zero and {small:.0%} subnormal"
-    explained = found.error <= error_limit(output.dtype, 0)
+    explained = found.error <= error_limit(dtype, 0)
     grows = ", which later operations amplify" if explained else ""
     return f"{what} has a relative error of {found.error:.2g}{grows}"
 
@@ -233,13 +229,13 @@ def _message(kind: str, measured: Measured) -> str:
 def _underflows(measured: Sequence[Measured]) -> tuple[Underflow, ...]:
     found = [
         Underflow(
-            m.output.eqn.primitive.name,
-            m.output.location,
+            m.primitive,
+            m.location,
             m.statistics.flushed / m.statistics.nonzero,
             m.statistics.subnormal / m.statistics.nonzero,
         )
         for m in measured
-        if narrow(m.output.dtype)
+        if narrow(m.dtype)
         and m.statistics.flushed + m.statistics.subnormal
         and kind_of(m, share=0.0) == "underflow"
     ]
@@ -250,8 +246,8 @@ def _underflows(measured: Sequence[Measured]) -> tuple[Underflow, ...]:
 def _histograms(measured: Sequence[Measured]) -> tuple[Histogram, ...]:
     counts: dict[tuple[str, bool], Any] = {}
     for m in measured:
-        if narrow(m.output.dtype):
-            key = (_module(m.output), m.output.scaled)
+        if narrow(m.dtype):
+            key = (_module(m), m.scaled)
             counts[key] = counts.get(key, 0) + m.statistics.exponents
     return tuple(
         Histogram(module, gradient, np.asarray(count))
@@ -259,7 +255,7 @@ def _histograms(measured: Sequence[Measured]) -> tuple[Histogram, ...]:
     )
 
 
-def _module(output: Output) -> str:
-    if output.scope:
-        return "/".join(output.scope)
-    return output.location.function if output.location else "unknown"
+def _module(measured: Measured) -> str:
+    if measured.scope:
+        return "/".join(measured.scope)
+    return measured.location.function if measured.location else "unknown"

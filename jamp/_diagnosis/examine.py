@@ -111,7 +111,7 @@ def run_again(subject: Subject, settings: Settings, before: Examination) -> Verd
 
 def _roundings(measured: Sequence[Measured]) -> int:
     """How many operations round to 16 bits."""
-    return sum(_dtypes.narrow(m.output.dtype) for m in measured)
+    return sum(_dtypes.narrow(m.dtype) for m in measured)
 
 
 def _floating(program: Program, results: Sequence[Any]) -> list[tuple[str, bool, Any]]:
@@ -133,7 +133,7 @@ def scale_window(examination: Examination) -> tuple[float, float] | None:
     gradients = [
         m.statistics
         for m in examination.measured
-        if m.output.scaled and m.output.dtype == dtype and m.statistics.nonzero
+        if m.scaled and m.dtype == dtype and m.statistics.nonzero
     ]
     info = jnp.finfo(dtype)
     # With the range of float32 there is nothing to scale.

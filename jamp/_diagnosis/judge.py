@@ -43,7 +43,7 @@ SUSPECT = 0.5
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is wrong with the outcomes of a program; false if nothing is.
+    """What is wrong with the outcomes of a program.
 
     Attributes:
       wild: gradients that are not finite in float32 either, and other outcomes that
@@ -65,9 +65,6 @@ class Verdict:
     def spoiled(self) -> bool:
         """Whether more is wrong than what is the same in float32."""
         return bool(self.wild or self.overflowed or self.lost or self.wrong)
-
-    def __bool__(self) -> bool:
-        return self.spoiled or bool(self.alike)
 
 
 @dataclass(frozen=True)
@@ -140,9 +137,9 @@ def kind_of(measured: Measured, share: float = UNDERFLOWED) -> str:
       measured: the operation.
       share: it has underflowed if more than this share of its elements is too small.
     """
-    output, found = measured
+    found = measured.statistics
     # What is zero for another reason, such as a difference, has not underflowed.
-    lowest = int(jnp.finfo(output.dtype).minexp)
+    lowest = int(jnp.finfo(measured.dtype).minexp)
     small = found.exponents[: max(0, lowest - LOWEST_EXPONENT)].sum()
     return "underflow" if small > share * found.nonzero else "precision"
 
@@ -182,7 +179,7 @@ def _behind(fault: Fault, ledger: Ledger) -> tuple[Measured, ...]:
     if fault.measured is None:
         return ()
     found = ledger.behind(fault.measured)
-    return tuple(_one_per_line([m for m in found if narrow(m.output.dtype)]))
+    return tuple(_one_per_line([m for m in found if narrow(m.dtype)]))
 
 
 def _beginning(found: Measured, ledger: Ledger) -> Measured:
@@ -197,15 +194,15 @@ def _beginning(found: Measured, ledger: Ledger) -> Measured:
 
 def _passes_on(measured: Measured) -> bool:
     """Whether an operation rounds by far less than its result is wrong."""
-    output, found = measured
+    found = measured.statistics
     if found.introduced != found.introduced_once:
         # In a loop, the error may have come with what is carried.
         return False
-    if not narrow(output.dtype) or not found.introduced:
+    if not narrow(measured.dtype) or not found.introduced:
         return True
-    exact = ROUNDINGS * float(jnp.finfo(output.dtype).eps)
+    exact = ROUNDINGS * float(jnp.finfo(measured.dtype).eps)
     return (
-        output.eqn.primitive.name in primitives.FUNCTIONS
+        measured.primitive in primitives.FUNCTIONS
         and kind_of(measured) == "precision"
         and found.error > exact
     )
@@ -224,7 +221,7 @@ def _overflow(measured: Measured, ledger: Ledger) -> Fault:
     A result that the dtype could hold is not finite because of an operand: one that
     became zero and is divided by, or one that was negative by its error only.
     """
-    if measured.statistics.largest > float(jnp.finfo(measured.output.dtype).max):
+    if measured.statistics.largest > float(jnp.finfo(measured.dtype).max):
         return Fault("overflow", measured)
     cause, zeros = measured, [measured]
     while zeros:
@@ -233,7 +230,7 @@ def _overflow(measured: Measured, ledger: Ledger) -> Fault:
     if cause is not measured:
         # One zero that is divided by is enough.
         return Fault(kind_of(cause, share=0.0), cause)
-    suspects = _suspects(sorted(ledger.behind(measured), key=lambda m: m.output.number))
+    suspects = _suspects(sorted(ledger.behind(measured), key=lambda m: m.number))
     if not suspects:
         return Fault("overflow", measured)
     return Fault(kind_of(suspects[0]), suspects[0])
@@ -250,5 +247,4 @@ def _one_per_line(found: Sequence[Measured]) -> list[Measured]:
 def _line(measured: Measured | None) -> Any:
     if measured is None:
         return None
-    output = measured.output
-    return output.location, output.scope, output.scaled
+    return measured.location, measured.scope, measured.scaled

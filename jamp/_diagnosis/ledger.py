@@ -11,6 +11,7 @@ from jax.extend.core import JaxprEqn
 
 from jamp import _origin
 from jamp._diagnosis.measure import Pair, State, Statistics, measure, state_of
+from jamp._plan import primitives
 from jamp._regions import Scope
 
 
@@ -35,6 +36,16 @@ class Output:
     scaled: bool
 
     @property
+    def primitive(self) -> str:
+        """Name of the primitive."""
+        return self.eqn.primitive.name
+
+    @property
+    def matmul(self) -> bool:
+        """Whether it is a matmul or a convolution."""
+        return self.primitive in primitives.MATMULS
+
+    @property
     def eqns(self) -> tuple[JaxprEqn, ...]:
         """The equation and its callers, innermost first."""
         return (self.eqn, *reversed(self.callers))
@@ -46,10 +57,14 @@ class Output:
         return next((line for line in found if line is not None), None)
 
 
-class Measured(NamedTuple):
-    """An output and its statistics."""
+@dataclass(frozen=True, eq=False)
+class Measured(Output):
+    """An output that was measured.
 
-    output: Output
+    Attributes:
+      statistics: what was measured, over all the times that the equation ran.
+    """
+
     statistics: Statistics
 
 
@@ -72,11 +87,11 @@ class Ledger:
 
     def operands(self, measured: Measured) -> list[Measured]:
         """The outputs that an output was computed from."""
-        return self._known(self._producers[measured.output.number])
+        return self._known(self._producers[measured.number])
 
     def behind(self, measured: Measured) -> list[Measured]:
         """All that led to an output, nearest first."""
-        return self._known(self._ancestors(self._producers[measured.output.number]))
+        return self._known(self._ancestors(self._producers[measured.number]))
 
     def led_to(self, numbers: Iterable[int]) -> list[Measured]:
         """These outputs and all that led to them, in the program's order."""
@@ -114,7 +129,7 @@ class Ledger:
         known = self._found.get(output.number)
         if known is not None:
             statistics = known.statistics.merge(statistics)
-        self._found[output.number] = Measured(output, statistics)
+        self._found[output.number] = Measured(**vars(output), statistics=statistics)
         return state
 
     @property

@@ -45,7 +45,6 @@ class Statistics(NamedTuple):
 
     Attributes:
       nonzero: elements that are finite and not zero in float32.
-      overflowed: elements that are not finite though they are in float32.
       wild: elements that are not finite in float32 either.
       flushed: elements that are zero and not so in float32.
       subnormal: elements below the smallest normal number of the dtype.
@@ -61,7 +60,6 @@ class Statistics(NamedTuple):
     """
 
     nonzero: int
-    overflowed: int
     wild: int
     flushed: int
     subnormal: int
@@ -98,11 +96,6 @@ class Statistics(NamedTuple):
         }
         iterations = [i for i in (self.first, other.first) if i is not None]
         return Statistics(**merged, first=min(iterations, default=None))
-
-
-def wide_dtype(dtype: Any) -> Any:
-    """The dtype of the shadow of a value of this dtype."""
-    return FLOAT32 if _dtypes.narrow(dtype) else dtype
 
 
 def has_shadow(aval: Any) -> bool:
@@ -182,11 +175,9 @@ def measure(
     flushed = int(np.count_nonzero(nonzero & (computed == 0)))
     inherited = max((operand.error for operand in operands), default=0.0)
     introduced = max(0.0, min(state.error, 1.0) - min(inherited, 1.0))
-    overflowed_before = any(operand.overflowed for operand in operands)
-    began = 0 if overflowed_before else state.overflowed
+    began = 0 if any(operand.overflowed for operand in operands) else state.overflowed
     statistics = Statistics(
         nonzero=int(np.count_nonzero(nonzero)),
-        overflowed=state.overflowed,
         wild=state.wild,
         flushed=flushed,
         subnormal=int(np.count_nonzero(small)) - flushed,

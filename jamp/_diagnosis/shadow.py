@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes
-from jamp._diagnosis.measure import Pair, has_shadow, wide_dtype
+from jamp._diagnosis.measure import Pair, has_shadow
 from jamp._dtypes import FLOAT32
 from jamp._emit import bind
 from jamp._equations import holds_program
@@ -58,7 +58,8 @@ def _run_wide(eqn: JaxprEqn, operands: Sequence[Pair]) -> list[Any]:
     if name == "reduce_precision":
         # It rounds as a 16-bit dtype would.
         return arrays
-    if not any(map(_is_narrow, (*eqn.invars, *eqn.outvars))):
+    dtypes = map(_dtypes.dtype_of, (*eqn.invars, *eqn.outvars))
+    if not any(map(_dtypes.narrow, dtypes)):
         return bind(eqn, arrays)
     if name in primitives.SCATTERS:
         return [scatter(eqn, arrays)]
@@ -69,11 +70,6 @@ def _run_wide(eqn: JaxprEqn, operands: Sequence[Pair]) -> list[Any]:
         ]
         return [_widened(array) for array in bind(eqn, narrowed)]
     return bind(eqn, arrays, **_wide_params(eqn))
-
-
-def _is_narrow(atom: Any) -> bool:
-    dtype = _dtypes.dtype_of(atom)
-    return isinstance(dtype, np.dtype) and _dtypes.narrow(dtype)
 
 
 def _is_opaque(eqn: JaxprEqn) -> bool:
@@ -87,15 +83,13 @@ def _like(array: Any, other: Any) -> Any:
 
 
 def _wide_params(eqn: JaxprEqn) -> dict[str, Any]:
-    params = {
-        name: wide_dtype(np.dtype(value))
+    params: dict[str, Any] = {
+        name: FLOAT32
         for name, value in eqn.params.items()
-        if name.endswith(("dtype", "element_type")) and _names_narrow(value)
+        if name.endswith(("dtype", "element_type"))
+        and value is not None
+        and _dtypes.narrow(np.dtype(value))
     }
     if eqn.primitive.name in primitives.MATMULS:
         params["precision"] = _HIGHEST
     return params
-
-
-def _names_narrow(dtype: Any) -> bool:
-    return dtype is not None and _dtypes.narrow(np.dtype(dtype))

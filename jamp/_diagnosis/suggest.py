@@ -19,7 +19,6 @@ from jamp._diagnosis.program import Settings
 from jamp._dtypes import BFLOAT16, FLOAT16, narrow
 from jamp._functions import Function
 from jamp._origin import is_users
-from jamp._plan import primitives
 
 # A suggested loss scale leaves room for gradients that are larger.
 HEADROOM = 4.0
@@ -67,18 +66,13 @@ class Change:
 
 def changes_for(fault: Fault, examination: Examination) -> list[Change]:
     """Small changes that may cure a fault, in the order in which to try them."""
-    rules = _rules(fault, examination)
-    small = [rule for rule, share in rules if share <= BROAD]
-    local = [rule for rule in small if rule.kind != "primitive"]
-    everywhere = [rule for rule in small if rule.kind == "primitive"]
+    small = [rule for rule, share in _rules(fault, examination) if share <= BROAD]
     regions = list(_regions(fault))
-
-    outputs = [m.output for m in examination.measured]
-    matmuls = list(filter(_is_matmul, outputs))
+    matmuls = [m for m in examination.measured if m.matmul]
 
     def reaches_further(rule: Change) -> bool:
         # What a function or a module takes with it, other than matmuls, costs little.
-        counted = outputs if rule.kind == "primitive" else matmuls
+        counted = examination.measured if rule.kind == "primitive" else matmuls
         return any(
             rule.covers(output) and not any(r.covers(output) for r in regions)
             for output in counted
@@ -89,13 +83,9 @@ def changes_for(fault: Fault, examination: Examination) -> list[Change]:
     # 1, which makes small gradients smaller.
     return [
         *(change for change in scales if change.value >= 1),
-        *sorted([*local, *everywhere, *regions], key=reaches_further),
+        *sorted([*small, *regions], key=reaches_further),
         *(change for change in scales if change.value < 1),
     ]
-
-
-def _is_matmul(output: Output) -> bool:
-    return output.eqn.primitive.name in primitives.MATMULS
 
 
 def last_resorts(examination: Examination) -> list[Change]:
@@ -114,16 +104,14 @@ def _rules(fault: Fault, examination: Examination) -> list[tuple[Change, float]]
     """Rules for what a fault stands in, each with its share of what is in 16 bits."""
     if fault.measured is None:
         return []
-    output = fault.measured.output
-    narrowing = [m.output for m in examination.measured if narrow(m.output.dtype)]
-    matmuls = list(filter(_is_matmul, narrowing))
+    output = fault.measured
+    narrowing = [m for m in examination.measured if narrow(m.dtype)]
+    matmuls = [m for m in narrowing if m.matmul]
 
     def share(change: Change) -> float:
         # Of a single matmul there is no share.
-        counted = [outputs for outputs in (narrowing, matmuls) if len(outputs) > 1]
-        shares = [
-            sum(map(change.covers, outputs)) / len(outputs) for outputs in counted
-        ]
+        counted = [found for found in (narrowing, matmuls) if len(found) > 1]
+        shares = (sum(map(change.covers, found)) / len(found) for found in counted)
         return max(shares, default=0.0)
 
     local = [*_functions(output, examination.settings), *_scopes(output)]
@@ -133,7 +121,7 @@ def _rules(fault: Fault, examination: Examination) -> list[tuple[Change, float]]
 
 def _scales(fault: Fault, examination: Examination) -> Iterator[Change]:
     window = scale_window(examination)
-    if window is None or fault.measured is None or not fault.measured.output.scaled:
+    if window is None or fault.measured is None or not fault.measured.scaled:
         return
     low, high = window
     middle = 2.0 ** round((math.log2(low) + math.log2(high)) / 2)
@@ -226,15 +214,15 @@ def _primitives(
 ) -> Iterator[Change]:
     """Primitives of the line; a cast that autocast inserted is one of its operation."""
     names = dict.fromkeys(
-        other.eqn.primitive.name
+        other.primitive
         for other in (output, *others)
         if other.location == output.location
-        and other.eqn.primitive.name != "convert_element_type"
+        and other.primitive != "convert_element_type"
     )
     for name in names:
 
         def covers(other: Output, name: str = name) -> bool:
-            return other.eqn.primitive.name == name
+            return other.primitive == name
 
         reason = f"computes every {name} in float32"
         if matmuls and all(map(covers, matmuls)):
@@ -246,7 +234,7 @@ def _primitives(
 
 
 def _regions(fault: Fault) -> Iterator[Change]:
-    location = fault.measured.output.location if fault.measured else None
+    location = fault.measured.location if fault.measured else None
     if location is not None:
         line = (location.file, location.line)
         reason = f"computes {Path(location.file).name}:{location.line} in float32"
