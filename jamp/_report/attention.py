@@ -40,7 +40,7 @@ def unused_entries(policy: Policy, program: Counted) -> tuple[PolicyEntry, ...]:
       program: the operations.
     """
     rulings = [op.record.ruling for op in program.operations]
-    functions = {r.function.name for r in rulings if r.function}
+    functions = {op.function for op in program.operations}
     others = {(r.origin, r.entry) for r in rulings if r.policy == policy.name}
 
     def used(kind: str, name: str) -> bool:

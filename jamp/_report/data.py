@@ -66,10 +66,9 @@ def _module(module: Module) -> dict[str, Any]:
 
 def _operation(op: Operation) -> dict[str, Any]:
     record, location = op.record, op.location
-    function = record.ruling.function
     return {
         "primitive": record.primitive,
-        "function": function.name if function else None,
+        "function": op.function,
         "rule": record.ruling.rule.value,
         "source": record.ruling.source,
         "scope": list(record.scope),

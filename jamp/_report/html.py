@@ -12,7 +12,7 @@ from jamp._report.figures import Figures
 from jamp._report.operations import Counted, Module
 from jamp._report.residuals import bytes_by_dtype
 from jamp._report.rows import Row, amount, rows, share, short, size
-from jamp._report.text import figures
+from jamp._report.text import FIGURES, figures
 
 _COLOURED = ("f16", "bf16", "f32", "f64")
 # Modules this deep stand open at first.
@@ -22,14 +22,14 @@ _OPEN_DEPTH = 2
 def page(report: Figures) -> str:
     """The report as an HTML page."""
     template = files("jamp._report").joinpath("report.html").read_text(encoding="utf-8")
-    every = list(_all_rows(report.modules))
+    every = rows(report.operations)
     return Template(template).substitute(
         name=escape(report.name),
         header=escape(report.header),
         attention=_attention(report.attention),
         cards="\n".join(_cards(report)),
         dtypes=_buttons("dtype", (row.computes_in for row in every)),
-        rules=_buttons("rule", (row.rule.value for row in every)),
+        rules=_buttons("rule", (row.rule for row in every)),
         tree="\n".join(_tree(report.modules, ())),
     )
 
@@ -128,12 +128,6 @@ def _buttons(kind: str, values: Iterable[str]) -> str:
     )
 
 
-def _all_rows(module: Module) -> Iterator[Row]:
-    yield from rows(module.own)
-    for child in module.children:
-        yield from _all_rows(child)
-
-
 def _tree(module: Module, path: tuple[str, ...]) -> Iterator[str]:
     """A module and all that stands in it, line by line."""
     number = sum(op.decided for op in module.operations)
@@ -156,9 +150,9 @@ def _row(row: Row, path: tuple[str, ...]) -> str:
     code = f" <code>{escape(row.code)}</code>" if row.code else ""
     return (
         f'<div class="line row {_colour(dtype)}" data-dtype="{escape(dtype)}" '
-        f'data-rule="{row.rule.value}" data-path="{escape("/".join(path))}" '
+        f'data-rule="{row.rule}" data-path="{escape("/".join(path))}" '
         f'style="--depth: {len(path) + 1}"><span class="title">{escape(row.name)} '
-        f'<span class="why">{escape(row.why)}</span>'
+        f'<span class="why">{escape(row.why())}</span>'
         f"<small>{escape(row.location)}{code}</small></span>"
         f"<span>{_chips(row.operands)} &rarr; {_chips(row.results)}</span>"
         f"{_figures(row)}</div>"
@@ -166,12 +160,11 @@ def _row(row: Row, path: tuple[str, ...]) -> str:
 
 
 def _figures(counted: Counted) -> str:
-    labels = ("FLOPs", "16 bits", "results", "casts")
     return "".join(
         f'<span><span class="label">{label} </span>{value}</span>'
         if value
         else "<span></span>"
-        for label, value in zip(labels, figures(counted), strict=True)
+        for label, value in zip(FIGURES, figures(counted), strict=True)
     )
 
 

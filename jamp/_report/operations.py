@@ -47,6 +47,17 @@ class Operation:
         return (f"{self.location.function}()",)
 
     @property
+    def function(self) -> str | None:
+        """The listed function that it is part of, if it is."""
+        function = self.record.ruling.function
+        return function.name if function else None
+
+    @property
+    def entry(self) -> str:
+        """That function, or the primitive."""
+        return self.function or self.record.primitive
+
+    @property
     def matmul(self) -> bool:
         """Whether it is a matmul or a convolution."""
         return self.record.primitive in primitives.MATMULS
@@ -56,7 +67,7 @@ class Operation:
         """Whether anything was: not of a call that casts nothing and is not listed."""
         record = self.record
         call = record.primitive in STRUCTURAL and not record.casts
-        return not call or record.ruling.function is not None
+        return not call or self.function is not None
 
     @property
     def unknown(self) -> bool:

@@ -12,7 +12,7 @@ from rich.text import Text
 from jamp._report.figures import Figures
 from jamp._report.operations import Module
 from jamp._report.rows import Row, rows
-from jamp._report.text import figures, summary
+from jamp._report.text import FIGURES, figures, summary
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -36,7 +36,7 @@ def renderables(report: Figures) -> Iterator[RenderableType]:
 def _modules(module: Module) -> Table:
     """The tree of modules."""
     table = _table("module")
-    for name in ("FLOPs", "16 bits", "results", "casts"):
+    for name in FIGURES:
         table.add_column(name, justify="right", no_wrap=True)
     _add(table, module, 0)
     return table
@@ -55,7 +55,7 @@ def _operations(report: Figures) -> Table:
         table.add_row(
             Text(row.name),
             _dtypes(row),
-            Text(row.briefly_why(report.options.policy.name, row.entry)),
+            Text(row.why(report.options.policy.name, row.first.entry)),
             Text(row.path_and_location),
         )
     return table

@@ -31,38 +31,23 @@ class Row(Counted):
         return self.operations[0]
 
     @property
-    def function(self) -> str | None:
-        """The listed function, if it is one."""
-        function = self.first.record.ruling.function
-        return function.name if function else None
-
-    @property
-    def entry(self) -> str:
-        """The listed function or the primitive."""
-        return self.function or self.primitive
-
-    @property
     def name(self) -> str:
         """The listed function, or the primitive and how many equations of it."""
-        count = 1 if self.function else len(self.operations)
-        return self.entry if count == 1 else f"{self.entry} x{count}"
+        count = 1 if self.first.function else len(self.operations)
+        return self.first.entry if count == 1 else f"{self.first.entry} x{count}"
 
     @property
     def brief(self) -> str:
         """The name; of a function's only the end if it is long."""
-        if self.function is None or len(self.function) <= _NAME:
+        function = self.first.function
+        if function is None or len(function) <= _NAME:
             return self.name
-        return _cut(self.function.rpartition(".")[2], _NAME)
+        return _cut(function.rpartition(".")[2], _NAME)
 
     @property
-    def primitive(self) -> str:
-        """The primitive of the first."""
-        return self.first.record.primitive
-
-    @property
-    def rule(self) -> Rule:
+    def rule(self) -> str:
         """The rule that held."""
-        return self.first.record.ruling.rule
+        return self.first.record.ruling.rule.value
 
     @property
     def operands(self) -> tuple[str, ...]:
@@ -73,7 +58,7 @@ class Row(Counted):
     def results(self) -> tuple[str, ...]:
         """Short names of the dtypes of what it returns."""
         records = [op.record for op in self.operations]
-        if self.function is None:
+        if self.first.function is None:
             return _names(d for record in records for d in record.results)
         # What one of them hands to another does not leave the function.
         read = {id(var) for record in records for var in record.eqn.invars}
@@ -96,31 +81,21 @@ class Row(Counted):
             return "other"
         return short(str(max(floats, key=lambda d: d.itemsize)))
 
-    @property
-    def why(self) -> str:
-        """The rule and where it comes from."""
-        return self._why(self.first.reason)
-
-    def briefly_why(self, policy: str, name: str) -> str:
-        """The same, without what the reader knows already.
+    def why(self, policy: str = "", name: str = "") -> str:
+        """The rule and where it comes from, without what the reader knows already.
 
         Args:
           policy: the name of the policy in force.
           name: what the row is called.
         """
-        ruling = self.first.record.ruling
+        ruling, uncast = self.first.record.ruling, self.first.uncast is not None
         listed = ruling.origin in (Origin.SCOPE, Origin.FUNCTION, Origin.PRIMITIVE)
-        if self.first.uncast is not None or not listed or ruling.policy != policy:
-            return self.why
-        if ruling.label == name and ruling.rule is not Rule.AS_TRACED:
-            return f"{ruling.rule.value}"
-        return self._why(ruling.label)
-
-    def _why(self, reason: str) -> str:
-        rule = self.rule
-        if rule is Rule.AS_TRACED or self.first.uncast is not None:
+        known = listed and not uncast and ruling.policy == policy
+        reason = ruling.label if known else self.first.reason
+        if uncast or ruling.rule is Rule.AS_TRACED:
             return reason
-        return f"{rule.value}: {reason}"
+        rule = ruling.rule.value
+        return rule if known and reason == name else f"{rule}: {reason}"
 
     @property
     def location(self) -> str:
@@ -158,12 +133,10 @@ def rows(operations: Iterable[Operation]) -> list[Row]:
     """
     groups: dict[Any, list[Operation]] = {}
     for op in operations:
-        ruling = op.record.ruling
-        if not op.decided:
-            continue
-        name = ruling.function.name if ruling.function else op.record.primitive
-        key = (name, ruling.rule, op.reason, op.location, op.record.scope)
-        groups.setdefault(key, []).append(op)
+        if op.decided:
+            rule, scope = op.record.ruling.rule, op.record.scope
+            key = (op.entry, rule, op.reason, op.location, scope)
+            groups.setdefault(key, []).append(op)
     return [Row(tuple(group)) for group in groups.values()]
 
 

@@ -10,7 +10,8 @@ from jamp._report.residuals import bytes_by_dtype
 from jamp._report.rows import Row, amount, joined, rows, share, size
 
 HEAD = ("operation", "computes in", "returns", "why", "where", "casts")
-MODULE_HEAD = ("module", "dtype", "FLOPs", "16 bits", "results", "casts", "where")
+FIGURES = ("FLOPs", "16 bits", "results", "casts")
+MODULE_HEAD = ("module", "dtype", *FIGURES, "where")
 
 
 def text(report: Figures, group: str) -> str:
@@ -52,10 +53,11 @@ def summary(report: Figures) -> Iterator[str]:
 
 def _line(row: Row, report: Figures, group: str) -> tuple[str, ...]:
     if group == "function":
-        name, entry, casts = row.brief, row.entry, str(row.casts or "")
+        name, entry, casts = row.brief, row.first.entry, str(row.casts or "")
     else:
-        name, entry, casts = row.primitive, row.primitive, row.conversions
-    reason = row.briefly_why(report.options.policy.name, entry)
+        name = entry = row.first.record.primitive
+        casts = row.conversions
+    reason = row.why(report.options.policy.name, entry)
     dtypes = joined(row.operands), joined(row.results)
     return (name, *dtypes, reason, row.path_and_location, casts)
 
@@ -71,7 +73,7 @@ def _modules(module: Module, depth: int = 0) -> Iterator[tuple[str, ...]]:
 
 
 def figures(counted: Counted) -> tuple[str, ...]:
-    """FLOPs, the share of them in 16 bits, bytes of results, and casts, as words."""
+    """The figures of `FIGURES`, as words."""
     if not counted.flops:
         flops = ("", "")
     else:
