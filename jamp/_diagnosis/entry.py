@@ -75,10 +75,10 @@ def diagnose(
       AutocastTypeError: `fn` is not callable, or there are no arrays to run it on.
       BannedOpError: the policy bans an operation of the program.
     """
-    _check(fn, loss_scale, autocast_options)
+    scale = _checked_scale(fn, loss_scale, autocast_options)
 
     def diagnosed(*args: Any, **kwargs: Any) -> Diagnosis:
-        chosen = () if loss_scale is None else argnums
+        chosen = () if scale is None else argnums
         subject = Subject.of(fn, args, kwargs, chosen, has_aux)
         steps: Steps = {}
 
@@ -89,22 +89,22 @@ def diagnose(
         own_policy = autocast_options.get("policy") is not None
         # What is not finite is what this is about.
         with jax.debug_nans(False), jax.debug_infs(False):
-            options = _regions.make_named_options(autocast_options)
-            scale = None if loss_scale is None else float(loss_scale)
-            first = run(Settings(options, scale))
+            first = run(Settings(_regions.make_named_options(autocast_options), scale))
             faults, suggestions = _cure(subject, first, run, own_policy)
         return _diagnosis(subject, first, faults, suggestions)
 
     return diagnosed
 
 
-def _check(fn: Any, loss_scale: float | None, autocast_options: Any) -> None:
-    """Raises where an argument of `jamp.diagnose` is wrong."""
+def _checked_scale(
+    fn: Any, loss_scale: float | None, autocast_options: Any
+) -> float | None:
+    """The loss scale; raises where an argument of `jamp.diagnose` is wrong."""
     if not callable(fn):
         raise AutocastTypeError(f"diagnose takes a function, got {type(fn).__name__}")
     _regions.check_named_options("diagnose", autocast_options)
     if loss_scale is None:
-        return
+        return None
     try:
         scale = math.fabs(loss_scale)
     except TypeError as error:
@@ -116,6 +116,7 @@ def _check(fn: Any, loss_scale: float | None, autocast_options: Any) -> None:
         raise AutocastError(
             f"loss_scale must be positive and a float32, got {loss_scale}"
         )
+    return float(loss_scale)
 
 
 def _cure(
