@@ -162,11 +162,7 @@ def make_program(subject: Subject, settings: Settings) -> Program:
     def call(leaves: list[Any]) -> Any:
         args, kwargs = jax.tree.unflatten(subject.tree, leaves)
         traced = _trace.trace(subject.fn, settings.options, args, kwargs)
-        if _holds_refs(traced.program):
-            raise AutocastTypeError(
-                "diagnose cannot follow mutable arrays (jax.new_ref): it runs all "
-                "operations twice; give it a function without them"
-            )
+        _refuse_refs(traced.program)
         marked = _in_regions(traced.program, settings)
         inputs = [leaves[slot] for slot in slots]
         return traced.rebuild(_trace.run(marked, inputs, settings.options, Scribe()))
@@ -259,11 +255,15 @@ def _described(value: Any) -> str:
     return f"an array of shape {value.shape} and dtype {value.dtype}"
 
 
-def _holds_refs(program: Any) -> bool:
-    """Whether a program reads or writes mutable arrays; kernels may, inside."""
+def _refuse_refs(program: Any) -> None:
+    """Raises where a program reads or writes mutable arrays; kernels may, inside."""
     inside = equations(program, lambda eqn: eqn.primitive.name != "pallas_call")
     atoms = (atom for eqn in inside for atom in (*eqn.invars, *eqn.outvars))
-    return any(isinstance(a.aval, AbstractRef) for a in (*program.jaxpr.invars, *atoms))
+    if any(isinstance(a.aval, AbstractRef) for a in (*program.jaxpr.invars, *atoms)):
+        raise AutocastTypeError(
+            "diagnose cannot follow mutable arrays (jax.new_ref): it runs all "
+            "operations twice; give it a function without them"
+        )
 
 
 def _in_regions(program: Any, settings: Settings) -> Any:
