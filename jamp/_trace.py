@@ -38,6 +38,14 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
 
 
+def with_arrays(
+    leaves: Sequence[Any], positions: Sequence[int], arrays: Sequence[Any]
+) -> list[Any]:
+    """The leaves with these arrays in these positions."""
+    found = dict(zip(positions, arrays, strict=True))
+    return [found.get(index, leaf) for index, leaf in enumerate(leaves)]
+
+
 def pass_for(fn: Callable[..., Any], stand_in: Any) -> None:
     """Lets JAX name a function, and its line, in errors about what it traces instead.
 
@@ -58,9 +66,7 @@ def trace(fn: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> T
     out: dict[str, Any] = {}
 
     def flat(arrays: list[Any]) -> list[Any]:
-        filled = list(leaves)
-        for position, array in zip(positions, arrays, strict=True):
-            filled[position] = array
+        filled = with_arrays(leaves, positions, arrays)
         inner_args, inner_kwargs = jax.tree.unflatten(tree, filled)
         with _regions.tracing(options):
             result = fn(*inner_args, **inner_kwargs)

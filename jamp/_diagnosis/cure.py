@@ -82,7 +82,7 @@ def _step(
     examination: Examination, candidates: Sequence[Change], examine: Examine
 ) -> tuple[Change, Examination] | None:
     """The first change after which the first fault is gone, and others are left."""
-    # Compiled as a whole, a program rounds a little otherwise than step by step.
+    # Compiled as a whole, a program rounds otherwise: it may have no fault by now.
     first = examination.faults[0].measured if examination.faults else None
     if first is None:
         return None
@@ -172,5 +172,5 @@ def _entry(value: Any) -> str:
     found = Function(value.name, required=False).resolve()
     if found is not None and found is value.resolve():
         return f'"{value.name}"'
-    # A function that no dotted name leads to is given as an object.
+    # No dotted name leads to the function, so the suggestion names the object.
     return value.name.rpartition("<locals>.")[2]

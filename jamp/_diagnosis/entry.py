@@ -87,7 +87,7 @@ def diagnose(
                 return examine(subject, settings, steps, counted)
 
         own_policy = autocast_options.get("policy") is not None
-        # What is not finite is what this is about.
+        # Values that are not finite are expected here.
         with jax.debug_nans(False), jax.debug_infs(False):
             first = run(Settings(_regions.make_named_options(autocast_options), scale))
             faults, suggestions = _cure(subject, first, run, own_policy)
@@ -146,7 +146,7 @@ def _causes(faults: list[Fault], changes: list[Change]) -> list[Fault]:
     if causes:
         return causes
     behind = [m for fault in faults for m in fault.behind if changed(m)]
-    # Where an error only grows is no finding; where a number does not fit is.
+    # The first fault is a finding too, unless it only made an error grow.
     seen = [fault for fault in faults[:1] if fault.kind != "precision"]
     return [*seen, *(Fault(kind_of(m), m) for m in behind[:1])]
 

@@ -71,7 +71,7 @@ def examine(
     ledger, advance = Ledger(), progress(count_equations(program.closed))
     walk = Walk(RUNS, steps, advance, ledger, ledger)
     scale = None if settings.loss_scale is None else len(program.arrays) - 1
-    # What is not finite is what this is about.
+    # Values that are not finite are expected here.
     with np.errstate(all="ignore"):
         values = [
             walk.entering(as_pair(array), scaled=index == scale)
@@ -136,7 +136,7 @@ def scale_window(examination: Examination) -> tuple[float, float] | None:
         if m.scaled and m.dtype == dtype and m.statistics.nonzero
     ]
     info = jnp.finfo(dtype)
-    # With the range of float32 there is nothing to scale.
+    # A dtype with the range of float32 needs no loss scale.
     wide = info.maxexp == jnp.finfo(_dtypes.FLOAT32).maxexp
     if scale is None or wide or not gradients:
         return None
@@ -144,7 +144,7 @@ def scale_window(examination: Examination) -> tuple[float, float] | None:
     counts = np.sum([statistics.exponents for statistics in gradients], axis=0)
     below = np.cumsum(counts) / counts.sum()
     bin_of_small = int(np.searchsorted(below, TOO_SMALL))
-    # What lies outside of the histogram is counted at its ends.
+    # The ends of the histogram also count all that lies outside of it.
     if bin_of_small in (0, len(counts) - 1) or any(s.wild for s in gradients):
         return None
     small = LOWEST_EXPONENT + bin_of_small - np.log2(scale)

@@ -15,14 +15,13 @@ from jamp._diagnosis.program import Outcome
 from jamp._dtypes import narrow
 from jamp._plan import primitives
 
-# Roundings that are independent of each other add up as the root of their number. What
-# is further from float32 than this many times as much is no rounding any more.
+# The error of independent roundings grows with the root of their number. An error of
+# more than this many times that is not explained by rounding.
 ROUNDINGS = 2.0
-# A short program may hold a cancellation or two: it has as much room as one with so
-# many roundings.
+# A short program is allowed the error of at least this many, for cancellations.
 FEWEST_ROUNDINGS = 64
-# ReLU and max pooling pass a gradient on or not: a tie that is decided otherwise moves
-# it as a whole. Healthy networks have errors of a tenth.
+# Healthy networks have errors of a tenth: rounding decides ties in ReLU and max pooling
+# otherwise, and with them which elements a gradient reaches.
 GRADIENT_ERROR = 0.25
 # One gradient among others is wrong if it is this far off, and not tiny: larger than
 # this share of the largest one.
@@ -138,7 +137,7 @@ def kind_of(measured: Measured, share: float = UNDERFLOWED) -> str:
       share: it has underflowed if more than this share of its elements is too small.
     """
     found = measured.statistics
-    # What is zero for another reason, such as a difference, has not underflowed.
+    # Only small numbers underflow; a difference may be zero for another reason.
     lowest = int(jnp.finfo(measured.dtype).minexp)
     small = found.exponents[: max(0, lowest - LOWEST_EXPONENT)].sum()
     return "underflow" if small > share * found.nonzero else "precision"
@@ -196,7 +195,7 @@ def _passes_on(measured: Measured) -> bool:
     """Whether an operation rounds by far less than its result is wrong."""
     found = measured.statistics
     if found.introduced != found.introduced_once:
-        # In a loop, the error may have come with what is carried.
+        # In a loop, the carry may have brought the error.
         return False
     if not narrow(measured.dtype) or not found.introduced:
         return True
@@ -228,7 +227,7 @@ def _overflow(measured: Measured, ledger: Ledger) -> Fault:
         cause = zeros[0]
         zeros = [m for m in ledger.operands(cause) if m.statistics.flushed]
     if cause is not measured:
-        # One zero that is divided by is enough.
+        # A single zero that is divided by is a fault.
         return Fault(kind_of(cause, share=0.0), cause)
     suspects = _suspects(sorted(ledger.behind(measured), key=lambda m: m.number))
     if not suspects:

@@ -177,7 +177,7 @@ def _finished(
         jax.effects_barrier()
     else:
         pairs = loop(pairs)
-    # All that is computed in a loop may have led to any of its results.
+    # Every output inside may have led to any of the loop's results.
     inside = range(first, walk.ledger.size)
     producers = frozenset(inside).union(*(operand.producers for operand in operands))
     return [

@@ -143,7 +143,7 @@ def state_of(pair: Pair) -> State:
     both = finite & reached
     alike = ~finite & ((computed == shadow) | np.isnan(computed) & np.isnan(shadow))
     computed, shadow = computed[both], shadow[both]
-    # Squares of large and small numbers are none of float32's.
+    # Squares of large and small numbers overflow and underflow in float32.
     unit = _magnitude(shadow) or _magnitude(computed) or 1.0
     power = float(np.sum(np.square(shadow / unit)))
     error = float(np.sum(np.square(computed / unit - shadow / unit)))
@@ -195,7 +195,7 @@ def measure(
 
 
 def _arrays(pair: Pair) -> tuple[Any, Any]:
-    # A scalar, and what is masked away, would be no array.
+    # Masking a scalar would give no array.
     computed, shadow = np.atleast_1d(pair.computed), np.atleast_1d(pair.shadow)
     return computed.astype(FLOAT32), shadow
 

@@ -35,7 +35,7 @@ def find_paths(
     if not packed:
         return paths, None
     _, state, held = call.args
-    # Where a module was, its number is held.
+    # A module's number stands in its place.
     modules = {
         slot.index: path
         for path, (_, leaf), slot in zip(paths, given, held, strict=True)
@@ -47,7 +47,7 @@ def find_paths(
 
 def in_module(path: Path, modules: Mapping[int, Path]) -> Path:
     """The user's path of an array of the modules' state."""
-    # One that is no argument is what the function is, is bound to or closes over.
+    # Other modules are the function itself, or it is bound to them or closes over them.
     module = modules.get(path[0].key, ("module", path[0]))
     return (*module, *(key for key in path[1:] if key != _VALUE))
 

@@ -22,7 +22,7 @@ _GRAY = "#555555"
 
 def save_plot(diagnosis: Findings, path: str | Path) -> None:
     """Draws a diagnosis; see `Diagnosis.plot`."""
-    # Only those who draw need it.
+    # matplotlib need not be installed for anything else.
     from matplotlib.figure import Figure
 
     sides = [_largest(diagnosis, gradient) for gradient in (False, True)]
@@ -127,7 +127,7 @@ def _draw_histograms(
     lowest, _, high = _bounds(diagnosis)
     for row, histogram in enumerate(histograms):
         exponents, counts = _folded(histogram, diagnosis)
-        # Roots, so that the few that do not fit are seen too.
+        # Roots show small counts, as of values that do not fit.
         heights = -0.85 * np.sqrt(counts / counts.max())
         inside = (exponents >= lowest) & (exponents < np.ceil(high))
         colors = np.where(inside, _INSIDE, _OUTSIDE)

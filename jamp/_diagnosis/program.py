@@ -178,25 +178,24 @@ def make_program(subject: Subject, settings: Settings) -> Program:
         return [leaf for _, leaf in found]
 
     def results(*arrays: Any) -> list[Any]:
-        leaves = _filled(subject.leaves, slots, arrays)
+        leaves = _trace.with_arrays(subject.leaves, slots, arrays)
         result, state = _parted(call(leaves), subject)
         return labelled(result=result, state=state)
 
     chosen = subject.differentiated
 
     def gradients(*arrays: Any) -> list[Any]:
-        leaves, scale = _filled(subject.leaves, slots, arrays[:-1]), arrays[-1]
+        *inputs, scale = arrays
+        leaves = _trace.with_arrays(subject.leaves, slots, inputs)
 
         def loss_of(parameters: list[Any]) -> Any:
-            return _split(call(_filled(leaves, chosen, parameters)), subject)
+            return _split(call(_trace.with_arrays(leaves, chosen, parameters)), subject)
 
         parameters = [leaves[slot] for slot in chosen]
         loss, pullback, (aux, state) = jax.vjp(loss_of, parameters, has_aux=True)
         found = pullback(scale.astype(loss.dtype))[0]
         values = labelled(loss=loss, aux=aux, state=state)
-        labels.extend(
-            f"gradient of {subject.labels[i]}" for i in subject.differentiated
-        )
+        labels.extend(f"gradient of {subject.labels[i]}" for i in chosen)
         return [*values, *found]
 
     if settings.loss_scale is None:
@@ -209,15 +208,6 @@ def make_program(subject: Subject, settings: Settings) -> Program:
     arrays.append(np.float32(settings.loss_scale))
     closed = jax.make_jaxpr(gradients)(*arrays)
     return Program(closed, arrays, labels, len(chosen))
-
-
-def _filled(
-    leaves: Sequence[Any], slots: Sequence[int], arrays: Sequence[Any]
-) -> list[Any]:
-    filled = list(leaves)
-    for slot, array in zip(slots, arrays, strict=True):
-        filled[slot] = array
-    return filled
 
 
 def _label(name: str, path: Path, subject: Subject) -> str:

@@ -17,7 +17,7 @@ from jamp._equations import holds_program
 from jamp._plan import primitives
 from jamp._rules.plain import scatter
 
-# XLA may otherwise leave out the very roundings that are to be measured.
+# XLA may otherwise leave out the roundings that are to be measured.
 EXACTLY = {"xla_allow_excess_precision": False}
 
 _HIGHEST = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
@@ -30,7 +30,7 @@ def run_pair(eqn: JaxprEqn, operands: Sequence[Pair]) -> list[Pair]:
     if not any(shadowed):
         shadows = [None] * len(computed)
     elif eqn.effects:
-        # It may run only once.
+        # An equation with effects may run only once.
         shadows = [_widened(array) for array in computed]
     else:
         shadows = _run_wide(eqn, operands)
@@ -56,7 +56,7 @@ def _run_wide(eqn: JaxprEqn, operands: Sequence[Pair]) -> list[Any]:
     """The results of an equation in the run in float32."""
     name, arrays = eqn.primitive.name, [operand.wide for operand in operands]
     if name == "reduce_precision":
-        # It rounds as a 16-bit dtype would.
+        # It only rounds, as a cast to 16 bits would.
         return arrays
     dtypes = map(_dtypes.dtype_of, (*eqn.invars, *eqn.outvars))
     if not any(map(_dtypes.narrow, dtypes)):

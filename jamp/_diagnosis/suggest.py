@@ -71,7 +71,7 @@ def changes_for(fault: Fault, examination: Examination) -> list[Change]:
     matmuls = [m for m in examination.measured if m.matmul]
 
     def reaches_further(rule: Change) -> bool:
-        # What a function or a module takes with it, other than matmuls, costs little.
+        # Functions and modules may hold more, which costs little if it is no matmul.
         counted = examination.measured if rule.kind == "primitive" else matmuls
         return any(
             rule.covers(output) and not any(r.covers(output) for r in regions)
@@ -92,7 +92,7 @@ def last_resorts(examination: Examination) -> list[Change]:
     """Changes that undo much of what autocast is for, or bring another dtype."""
     first, options = examination.faults[0], examination.settings.options
     found = [rule for rule, share in _rules(first, examination) if share > BROAD]
-    # What is too coarse in float16 is more so in bfloat16.
+    # bfloat16 has fewer digits than float16: it cures no lack of precision.
     kinds = {fault.kind for fault in examination.faults}
     if options.dtype == FLOAT16 and "precision" not in kinds:
         reason = "bfloat16 has the range of float32, and fewer digits than float16"
@@ -109,7 +109,7 @@ def _rules(fault: Fault, examination: Examination) -> list[tuple[Change, float]]
     matmuls = [m for m in narrowing if m.matmul]
 
     def share(change: Change) -> float:
-        # Of a single matmul there is no share.
+        # The share of a single matmul says nothing.
         counted = [found for found in (narrowing, matmuls) if len(found) > 1]
         shares = (sum(map(change.covers, found)) / len(found) for found in counted)
         return max(shares, default=0.0)
@@ -125,7 +125,7 @@ def _scales(fault: Fault, examination: Examination) -> Iterator[Change]:
         return
     low, high = window
     middle = 2.0 ** round((math.log2(low) + math.log2(high)) / 2)
-    # Below 1 it would no longer be one that keeps small gradients.
+    # A scale below 1 makes small gradients smaller: it is as large as fits.
     scale = high / HEADROOM if middle < 1 else min(middle, high / HEADROOM)
     if scale != examination.settings.loss_scale:
         reason = f"loss scales from {low:g} to {high:g} keep gradients in range"
