@@ -24,13 +24,7 @@ Examine = Callable[[Settings], Examination]
 
 
 def find_cure(subject: Subject, before: Examination, examine: Examine) -> list[Change]:
-    """Changes that cure a program; none if no cure is found.
-
-    Args:
-      subject: the function and its arguments.
-      before: its examination.
-      examine: examines it under other settings.
-    """
+    """Changes that cure a program; none if no cure is found."""
 
     def cures(changes: Iterable[Change]) -> bool:
         settings = _applied(before.settings, changes)
@@ -118,10 +112,7 @@ def suggestions_of(
 ) -> tuple[Suggestion, ...]:
     """What to write for some changes, which together cure a program.
 
-    Args:
-      changes: the changes.
-      settings: how the program was run before.
-      own_policy: whether the user passed a policy.
+    `own_policy` is whether the user passed a policy.
     """
     found = []
     rules = [c for c in changes if c.kind in ("function", "scope", "primitive")]

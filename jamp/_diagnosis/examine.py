@@ -61,11 +61,7 @@ def examine(
 ) -> Examination:
     """Walks through a program.
 
-    Args:
-      subject: the function and its arguments.
-      settings: how to run it.
-      steps: compiled equations, shared between examinations.
-      progress: takes the number of equations; what it returns is called after each.
+    `progress` takes the number of equations; what it returns is called after each.
     """
     program = make_program(subject, settings)
     ledger, advance = Ledger(), progress(count_equations(program.closed))
@@ -90,10 +86,7 @@ def examine(
 def run_again(subject: Subject, settings: Settings, before: Examination) -> Verdict:
     """Runs a program under other settings, compiled, and compares its results.
 
-    Args:
-      subject: the function and its arguments.
-      settings: how to run it.
-      before: an examination of the program, which knows its results in float32.
+    They are compared with those in float32, which the examination before knows.
     """
     program = make_program(subject, settings)
     run = jax.jit(jaxpr_as_fun(program.closed), compiler_options=EXACTLY)

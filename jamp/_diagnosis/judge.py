@@ -132,9 +132,7 @@ def judge(outcomes: Sequence[Outcome], limit: float) -> Verdict:
 def kind_of(measured: Measured, share: float = UNDERFLOWED) -> str:
     """The kind of fault of an operation that did not overflow.
 
-    Args:
-      measured: the operation.
-      share: it has underflowed if more than this share of its elements is too small.
+    It has underflowed if more than a share of its elements is too small.
     """
     found = measured.statistics
     # Only small numbers underflow; a difference may be zero for another reason.
@@ -144,12 +142,7 @@ def kind_of(measured: Measured, share: float = UNDERFLOWED) -> str:
 
 
 def find_faults(verdict: Verdict, ledger: Ledger) -> list[Fault]:
-    """The operations that are at fault.
-
-    Args:
-      verdict: what is wrong with the outcomes.
-      ledger: what was measured.
-    """
+    """The operations that are at fault."""
 
     def path_to(outcomes: Sequence[Outcome]) -> list[Measured]:
         return ledger.led_to(n for outcome in outcomes for n in outcome.producers)

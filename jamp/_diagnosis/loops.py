@@ -143,12 +143,7 @@ def _observed(
 ) -> Callable[[Sequence[Pair], Any], list[Pair]]:
     """A function that runs a program, to be traced: it is measured when it runs.
 
-    Args:
-      walk: the walk around the program.
-      program: the program.
-      operands: what it is called with first.
-      flags: which of them carry the loss scale in some call.
-      nesting: what it stands in.
+    `flags` say which of its operands carry the loss scale in some iteration.
     """
     producers = [operand.producers for operand in operands]
 

@@ -160,13 +160,7 @@ def state_of(pair: Pair) -> State:
 def measure(
     pair: Pair, operands: Sequence[State], iteration: int | None
 ) -> tuple[Statistics, State]:
-    """Statistics of a floating result.
-
-    Args:
-      pair: the result.
-      operands: the floating operands that it was computed from.
-      iteration: of the loop that it stands in, if any.
-    """
+    """Statistics of a floating result, and its state, given those of its operands."""
     state = state_of(pair)
     computed, shadow = _arrays(pair)
     nonzero = np.isfinite(shadow) & (shadow != 0)

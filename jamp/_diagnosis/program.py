@@ -78,14 +78,7 @@ class Subject:
         argnums: int | Sequence[int],
         has_aux: bool,
     ) -> Subject:
-        """The subject of a call.
-
-        Args:
-          fn: the function.
-          args: its positional arguments.
-          kwargs: its keyword arguments.
-          argnums: which of them the gradient is taken of; none without a gradient.
-          has_aux: whether it returns more than the loss.
+        """The subject of a call; without a gradient, `argnums` is empty.
 
         Raises:
           AutocastError: there is no argument at `argnums`.
@@ -335,12 +328,7 @@ class Outcome:
         return math.sqrt(self.power / max(self.shadow.size, 1))
 
     def against(self, computed: Any, factor: float) -> Outcome:
-        """What another program computed, beside the same float32.
-
-        Args:
-          computed: the result of the other program.
-          factor: the other loss scale over this one.
-        """
+        """What a program with another loss scale computed, beside the same float32."""
         shadow = self.shadow * np.float32(factor if self.gradient else 1.0)
         pair = Pair(np.asarray(computed), shadow)
         return Outcome.of(self.label, self.gradient, pair)

@@ -16,8 +16,7 @@ _EVERY = 50
 def shown(progress: bool | None) -> Iterator[Counted]:
     """Shows a bar, by rich if it is installed, or else a plain line.
 
-    Args:
-      progress: whether to; by default if stderr is a terminal.
+    By default it does so if stderr is a terminal.
 
     Yields:
       A function of the number of equations, which returns what is called after each.

@@ -33,12 +33,7 @@ class PolicyEntry(NamedTuple):
 
 
 def unused_entries(policy: Policy, program: Counted) -> tuple[PolicyEntry, ...]:
-    """Entries of a policy that decided about no operation.
-
-    Args:
-      policy: the policy.
-      program: the operations.
-    """
+    """Entries of a policy that decided about no operation of a program."""
     rulings = [op.record.ruling for op in program.operations]
     functions = {op.function for op in program.operations}
     others = {(r.origin, r.entry) for r in rulings if r.policy == policy.name}
@@ -67,12 +62,7 @@ def _entries(policy: Policy) -> Iterator[tuple[str, str, Rule]]:
 
 
 def notices(program: Counted, unused: tuple[PolicyEntry, ...]) -> Iterator[str]:
-    """What a reader of the report should know first, the gravest first.
-
-    Args:
-      program: the operations.
-      unused: entries that decided about none of them.
-    """
+    """What a reader should know first, the gravest first; see `unused_entries`."""
     matmuls = program.matmuls
     wide = [op for op in matmuls if not op.record.low]
     reasons = ", ".join(sorted({op.reason for op in wide}))

@@ -99,12 +99,7 @@ def _card(title: str, value: str, note: str, *bars: str) -> str:
 
 
 def _bar(amounts: Mapping[str, float], whole: float = 0) -> str:
-    """A bar of one part for each dtype.
-
-    Args:
-      amounts: the amount of each dtype.
-      whole: what the length of the bar stands for; at least their sum.
-    """
+    """A bar of one part for each dtype, whose length stands for at least their sum."""
     whole = max(whole, sum(amounts.values())) or 1
     widths = {name: f"{part / whole:.2%}" for name, part in amounts.items()}
     seen = {name: width for name, width in widths.items() if width != "0.00%"}

@@ -195,12 +195,9 @@ class Module(Counted):
 
 
 def module_of(name: str, operations: tuple[Operation, ...], depth: int = 0) -> Module:
-    """The tree of modules of some operations.
+    """A module of this name that holds some operations.
 
-    Args:
-      name: what the module that holds them all is called.
-      operations: the operations.
-      depth: how much of their paths leads to that module.
+    The first `depth` parts of their paths lead to it.
     """
     own: list[Operation] = []
     below: dict[str, list[Operation]] = {}
@@ -230,10 +227,6 @@ def regions(program: Any, scope: Scope) -> Iterator[Options]:
     """The options in force for each operation of a traced program but conversions.
 
     A conversion of the user's is as written under any options.
-
-    Args:
-      program: the program.
-      scope: what it stands in.
     """
     for eqn in program.eqns:
         inside, name = scope.enter(eqn.source_info.name_stack), eqn.primitive.name

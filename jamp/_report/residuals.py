@@ -94,9 +94,7 @@ def residuals_of_call(
 ) -> tuple[Residual, ...]:
     """Residuals at the first argument that holds floating arrays.
 
-    Args:
-      fn: a function of all arrays.
-      arguments: the arrays of each argument.
+    The function takes all arrays; `arguments` has those of each argument.
     """
     start, chosen = 0, {}
     for group in arguments:
