@@ -197,14 +197,13 @@ class Scope:
 
     def enter(self, name_stack: Any) -> Scope:
         """The scope of an equation with this name stack inside this scope."""
-        entered = scope_names(name_stack)
-        return _enter(self, entered) if entered else self
+        return _enter(self, name_stack) if len(name_stack) else self
 
 
 @lru_cache(maxsize=65536)
-def _enter(outer: Scope, entered: tuple[str, ...]) -> Scope:
+def _enter(outer: Scope, name_stack: Any) -> Scope:
     names, inside = list(outer.names), outer.region
-    for name in entered:
+    for name in scope_names(name_stack):
         if name.startswith(_PREFIX):
             inside = _registered[name]
         else:
