@@ -15,7 +15,7 @@ import jax
 
 from jamp import Diagnosis, Policy, Report, __version__, diagnose, explain
 from jamp._errors import JampError
-from jamp._processor import multiplies_bfloat16
+from jamp._lowerings.processor import multiplies_bfloat16
 from jamp._regions import device_kind
 from jamp._rule import RULE_NAMES
 from jamp._target import load_function, load_inputs, users_code

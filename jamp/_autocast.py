@@ -15,12 +15,13 @@ from jax.extend.core import jaxpr_as_fun
 
 from jamp import _dtypes, _nnx, _regions
 from jamp._compat import trace_context, under_trace
-from jamp._emit import Scribe
+from jamp._emit import emit
 from jamp._errors import AutocastError, AutocastTypeError
+from jamp._lowerings.processor import warn_if_slow
+from jamp._plan.planner import make_plan
 from jamp._policy import Policy
-from jamp._processor import warn_if_slow
 from jamp._regions import Options
-from jamp._trace import Traced, is_array, run, trace
+from jamp._trace import Traced, is_array, trace
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -37,6 +38,31 @@ class _AutocastOptions(TypedDict, total=False):
     output_dtype: Any
 
 
+class _Rewritten:
+    """A function as traced and planned for one signature.
+
+    Attributes:
+      traced: the function as traced.
+      plan: what is to run for it.
+    """
+
+    def __init__(self, traced: Traced, arrays: Sequence[Any], options: Options):
+        self.traced = traced
+        self.plan = make_plan(traced.program, arrays, options)
+        self._compiled: Callable[..., Any] | None = None
+
+    def emit(self, *arrays: Any) -> list[Any]:
+        """Runs the plan in the trace at hand."""
+        return emit(self.plan, arrays)
+
+    def run(self, arrays: Sequence[Any]) -> list[Any]:
+        """Runs the plan, which eager calls run again without emitting it anew."""
+        if self._compiled is None:
+            self._compiled = jaxpr_as_fun(jax.make_jaxpr(self.emit)(*arrays))
+        results: list[Any] = self._compiled(*arrays)
+        return results
+
+
 class _Transformed:
     """A function under autocast, with its traces."""
 
@@ -44,8 +70,7 @@ class _Transformed:
         self._fn = fn
         self._options = options
         self._output_dtype = output_dtype
-        self._traced: dict[Hashable, Traced] = {}
-        self._rewritten: dict[Hashable, Callable[..., Any]] = {}
+        self._rewritten: dict[Hashable, _Rewritten] = {}
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
         outer = _regions.current()
@@ -63,31 +88,19 @@ class _Transformed:
         leaves, tree = jax.tree.flatten((args, kwargs))
         arrays = [leaf for leaf in leaves if is_array(leaf)]
         key = _signature(leaves, tree)
-        traced = self._traced.get(key) if key is not None else None
-        if traced is None:
+        found = self._rewritten.get(key) if key is not None else None
+        if found is None:
             traced = trace(fn, self._options, args, kwargs)
+            found = _Rewritten(traced, arrays, self._options)
             if any(isinstance(const, jax.Array) for const in traced.program.consts):
                 # It closes over arrays, which may be others at the next call, as the
                 # parameters of a module are after an update.
                 key = None
             if key is not None:
-                self._traced[key] = traced
-        if key is None or under_trace(arrays):
-            results = run(traced.program, arrays, self._options, Scribe())
-        else:
-            results = self._compiled(key, traced, arrays)(*arrays)
-        return traced.rebuild(results)
-
-    def _compiled(
-        self, key: Hashable, traced: Traced, arrays: Sequence[Any]
-    ) -> Callable[..., Any]:
-        """The rewritten program, which eager calls run again without rewriting."""
-        if key not in self._rewritten:
-            rewritten = jax.make_jaxpr(
-                lambda *arrays: run(traced.program, arrays, self._options, Scribe())
-            )(*arrays)
-            self._rewritten[key] = jaxpr_as_fun(rewritten)
-        return self._rewritten[key]
+                self._rewritten[key] = found
+        eager = key is not None and not under_trace(arrays)
+        results = found.run(arrays) if eager else found.emit(*arrays)
+        return found.traced.rebuild(results)
 
 
 def _signature(leaves: Sequence[Any], tree: Any) -> Hashable:

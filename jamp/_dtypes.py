@@ -81,3 +81,10 @@ def widest(dtypes: Iterable[DType]) -> DType:
     for dtype in rest:
         first = _wider(first, dtype)
     return first
+
+
+def in_dtype(aval: Any, dtype: Any) -> Any:
+    """An abstract value in a dtype; what has none stays as it is."""
+    if getattr(aval, "dtype", None) == dtype:
+        return aval
+    return aval.update(dtype=dtype, weak_type=False)

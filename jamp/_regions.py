@@ -195,6 +195,12 @@ class Scope:
     names: tuple[str, ...] = ()
     region: Options | None = None
 
+    @property
+    def options(self) -> Options:
+        """The options in force inside a function under autocast."""
+        assert self.region is not None  # noqa: S101 - its outermost scope has some
+        return self.region
+
     def enter(self, name_stack: Any) -> Scope:
         """The scope of an equation with this name stack inside this scope."""
         return _enter(self, name_stack) if len(name_stack) else self

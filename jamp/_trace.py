@@ -1,4 +1,4 @@
-"""Traces a function on the arrays among its arguments, and runs what was traced."""
+"""Traces a function on the arrays among its arguments."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ import jax
 import numpy as np
 
 from jamp import _dtypes, _regions
-from jamp._emit import Scribe
 from jamp._equations import equations
-from jamp._interpret import Context, Interpreter
 from jamp._plan import primitives
-from jamp._regions import Options, Scope
-from jamp._values import Value
+from jamp._regions import Options
 
 
 class Traced(NamedTuple):
@@ -114,13 +111,3 @@ def _refuses_16_bits(program: Any) -> bool:
         if eqn.primitive.name in primitives.FLOAT32_ONLY
         for var in eqn.invars
     )
-
-
-def run(
-    program: Any, arrays: Sequence[Any], options: Options, scribe: Scribe
-) -> list[Any]:
-    """Runs a traced program under autocast, emitting into the current trace."""
-    values = [Value.of(array) for array in arrays]
-    context = Context(Scope((), options))
-    results = Interpreter().run(program, values, context, scribe)
-    return [result.array for result in results]

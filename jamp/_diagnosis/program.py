@@ -24,9 +24,10 @@ from jamp._diagnosis.paths import (
     in_module,
     label_of,
 )
-from jamp._emit import Scribe
+from jamp._emit import emit
 from jamp._equations import equations
 from jamp._errors import AutocastError, AutocastTypeError
+from jamp._plan.planner import make_plan
 from jamp._regions import Options
 
 Line = tuple[str, int]
@@ -158,7 +159,8 @@ def make_program(subject: Subject, settings: Settings) -> Program:
         _refuse_refs(traced.program)
         marked = _in_regions(traced.program, settings)
         inputs = [leaves[slot] for slot in slots]
-        return traced.rebuild(_trace.run(marked, inputs, settings.options, Scribe()))
+        plan = make_plan(marked, inputs, settings.options)
+        return traced.rebuild(emit(plan, inputs))
 
     def labelled(**parts: Any) -> list[Any]:
         found = [

@@ -12,10 +12,10 @@ from jax.extend.core import JaxprEqn
 from jamp import _dtypes
 from jamp._diagnosis.measure import Pair, has_shadow
 from jamp._dtypes import FLOAT32
-from jamp._emit import bind
+from jamp._emit.binding import bind, bind_primitive
 from jamp._equations import holds_program
+from jamp._lowerings.lower import lowering
 from jamp._plan import primitives
-from jamp._rules.plain import scatter
 
 # XLA may otherwise leave out the roundings that are to be measured.
 EXACTLY = {"xla_allow_excess_precision": False}
@@ -62,7 +62,8 @@ def _run_wide(eqn: JaxprEqn, operands: Sequence[Pair]) -> list[Any]:
     if not any(map(_dtypes.narrow, dtypes)):
         return bind(eqn, arrays)
     if name in primitives.SCATTERS:
-        return [scatter(eqn, arrays)]
+        primitive, params = lowering(eqn, list(map(jax.typeof, arrays)), "cpu")
+        return bind_primitive(primitive, params, arrays)
     if _is_opaque(eqn):
         narrowed = [
             array if array is None else _like(array, operand.computed)

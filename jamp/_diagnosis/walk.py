@@ -21,7 +21,7 @@ from jamp._diagnosis.measure import Pair, is_measured
 from jamp._diagnosis.shadow import EXACTLY, as_pair, run_pair
 from jamp._equations import equations
 from jamp._plan import primitives
-from jamp._rules.programs import closed
+from jamp._plan.equation import closed
 
 Steps = dict[Hashable, Callable[..., list[Pair]]]
 

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from jamp._plan.records import Origin
 from jamp._policy import Policy
-from jamp._records import Origin
 from jamp._report.operations import Counted
 from jamp._report.rows import share
 from jamp._rule import BUILTIN, Rule

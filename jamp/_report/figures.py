@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from jamp._records import Record
+from jamp._plan.records import Record
 from jamp._regions import Options
 from jamp._report.attention import PolicyEntry, notices, unused_entries
 from jamp._report.operations import Counted, Module, module_of

@@ -14,10 +14,10 @@ from jax.extend.core import JaxprEqn, jaxprs_in_params
 from jamp import _dtypes
 from jamp._origin import Location, location
 from jamp._plan import primitives
-from jamp._records import Entry, Origin, Record
+from jamp._plan.records import Entry, Origin, Record
+from jamp._plan.rules import STRUCTURAL
 from jamp._regions import Options, Scope
 from jamp._rule import Rule
-from jamp._rules import STRUCTURAL
 
 _LOW = frozenset(dtype.name for dtype in _dtypes.LOW_DTYPES)
 

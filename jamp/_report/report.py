@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,8 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 
 from jamp import _nnx, _regions, _trace
-from jamp._emit import Scribe
+from jamp._emit import emit
+from jamp._plan.planner import make_plan
 from jamp._regions import Scope
 from jamp._report import data, html, text
 from jamp._report.figures import Figures
@@ -136,20 +136,16 @@ def explain(
         arguments = [*call.args, *(call.kwargs[name] for name in sorted(call.kwargs))]
         arrays = [[*filter(_trace.is_array, jax.tree.leaves(a))] for a in arguments]
 
-        def run(scribe: Scribe, *arrays: Any) -> list[Any]:
-            return _trace.run(traced.program, arrays, options, scribe)
-
-        scribe = Scribe()
-        jax.make_jaxpr(partial(run, scribe))(*chain(*arrays))
+        plan = make_plan(traced.program, [*chain(*arrays)], options)
         kept = None
         if residuals:
             kept = Residuals(
-                autocast=residuals_of_call(partial(run, Scribe()), arrays),
+                autocast=residuals_of_call(lambda *a: emit(plan, a), arrays),
                 as_written=residuals_of_call(jaxpr_as_fun(traced.program), arrays),
             )
         name = getattr(fn, "__name__", type(fn).__name__)
         others = tuple(o for o in inside if o.enabled and o != options)
-        found = tuple(operations(scribe.entries))
+        found = tuple(operations(plan.entries))
         return Report(found, name, options, others, kept)
 
     return explained

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jamp import _dtypes
-from jamp._records import Origin
+from jamp._plan.records import Origin
 from jamp._report.operations import Counted, Operation
 from jamp._rule import Rule
 

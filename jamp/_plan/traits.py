@@ -7,29 +7,29 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from jamp import _constants, _dtypes
-from jamp._emit import Emitter
-from jamp._plan import primitives
+from jamp import _dtypes
+from jamp._plan import intervals, primitives
+from jamp._plan.casting import Caster
+from jamp._plan.values import Traits, Value
 from jamp._rule import Rule
-from jamp._values import Traits, Value
 
 
 def result_traits(
-    eqn: JaxprEqn, operands: Sequence[Value], used: Sequence[Any], emitter: Emitter
+    eqn: JaxprEqn, operands: Sequence[Value], used: Sequence[Any], caster: Caster
 ) -> Traits:
     """What is known of an equation's results."""
     name = eqn.primitive.name
     rank = len(_dtypes.shape_of(eqn.outvars[0])) if eqn.outvars else 0
     floats = [v for v in operands if v.eligible]
-    ruling = emitter.record.ruling
+    ruling = caster.record.ruling
     interval = None
     if ruling.rule is Rule.PROMOTE:
         numbers = floats or [v for v in operands if _dtypes.integer(v.dtype)]
-        if all(v.weak for v in numbers):
-            interval = _constants.propagate(eqn, [v.traits.interval for v in numbers])
+        if all(v.follows for v in numbers):
+            interval = intervals.propagate(eqn, [v.traits.interval for v in numbers])
     if name in primitives.MATMULS:
         return Traits(rank=rank, product=all(d in _dtypes.LOW_DTYPES for d in used[:2]))
-    unsafe = emitter.region.policy.unsafe
+    unsafe = caster.options.policy.unsafe
     if any(name in u.of for u in unsafe):
         return Traits(rank=rank, probability=True)
     if name in primitives.MOVEMENT and floats:
@@ -39,7 +39,7 @@ def result_traits(
         )
     traits = Traits(interval, rank)
     if unsafe and name in primitives.KEEPING_PROBABILITY:
-        firm = [v for v in floats if not v.weak]
+        firm = [v for v in floats if not v.follows]
         if len(firm) == 1 and firm[0].traits.probability:
             return traits._replace(probability=True, rounded=firm[0].traits.rounded)
     return traits

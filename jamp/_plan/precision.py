@@ -1,4 +1,4 @@
-"""Matmuls and convolutions: what the user wrote about precision, and accumulation."""
+"""Whether the user asked for the precision of a matmul or convolution."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, jaxprs_in_params
 
 from jamp import _dtypes
-from jamp._dtypes import DType
-from jamp._processor import multiplies_bfloat16
+from jamp._plan import primitives
 
 _DEFAULT = (None, jax.lax.Precision.DEFAULT)
 
@@ -45,27 +44,12 @@ def _configured() -> Any:
     return (jax.lax.Precision(name), jax.lax.Precision(name))
 
 
-def product_params(eqn: JaxprEqn, dtype: DType, device_type: str) -> dict[str, Any]:
-    """Parameters of a product whose operands were cast.
-
-    Args:
-      eqn: the matmul or convolution.
-      dtype: the dtype of its operands, and of its result.
-      device_type: for which kind of device.
-    """
-    params: dict[str, Any] = {"preferred_element_type": dtype}
-    if dtype in _dtypes.LOW_DTYPES and eqn.params.get("precision") is not None:
-        # A configured one is for float32; its transposes would take it again for None.
-        params["precision"] = (jax.lax.Precision.DEFAULT, jax.lax.Precision.DEFAULT)
-    slow = (
-        dtype in _dtypes.LOW_DTYPES
-        and device_type == "cpu" == jax.default_backend()
-        and multiplies_bfloat16() is False
-        # XLA would send float32 copies of sharded operands from device to device.
-        and jax.device_count() == 1
+def holds_explicit_precision(eqn: JaxprEqn) -> bool:
+    """Whether the user asked for one in an equation, or inside of it."""
+    if eqn.primitive.name in primitives.MATMULS:
+        return explicit_precision(eqn)
+    return any(
+        holds_explicit_precision(inner)
+        for program in jaxprs_in_params(eqn.params)
+        for inner in program.eqns
     )
-    if slow and eqn.primitive.name == "dot_general":
-        # 16-bit operands and results, multiplied and summed in float32: the same
-        # product, without a loop that takes its operands apart one by one.
-        params["precision"] = jax.lax.DotAlgorithmPreset.F32_F32_F32
-    return params

@@ -1,6 +1,6 @@
 """Constants of the program: the range of what literals and masks evaluate to.
 
-A literal, and whatever is derived from literals and boolean masks alone, is weak: it
+A literal, and whatever is derived from literals and boolean masks alone, is free: it
 takes the dtype of the operands beside it. Its range is followed through arithmetic, so
 that a constant which the narrow dtype would destroy can be kept from it.
 """

@@ -9,14 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jamp import _constants, _dtypes
+from jamp import _dtypes
 from jamp._compat import frames
 from jamp._functions import code_of
+from jamp._plan import intervals
+from jamp._plan.dtypes import Dtypes
+from jamp._plan.equation import Equation
+from jamp._plan.plain import cast_and_bind, plan_plain
+from jamp._plan.values import Value
 from jamp._rule import Rule
-from jamp._rules.dtypes import Dtypes
-from jamp._rules.plain import emit, run_plain
-from jamp._rules.site import Site
-from jamp._values import Value
 
 
 @cache
@@ -31,39 +32,32 @@ def _is_explicit(eqn: JaxprEqn) -> bool:
     return found is None or not _explicit_codes().isdisjoint(map(id, found[0]))
 
 
-def run_convert(site: Site) -> list[Value]:
-    """Runs a cast of the traced program.
+def plan_convert(equation: Equation) -> list[Value]:
+    """Plans a cast of the traced program.
 
     A cast that the user asked for is made. One that promotion inserted to widen an
     operand is not: operands are promoted by the dtypes that they have by now.
     """
-    _, eqn, operands, _, emitter = site
-    (value,) = operands
-    target = np.dtype(eqn.params["new_dtype"]) if _is_dtype(eqn) else None
-    rule = emitter.record.ruling.rule
-    if target is None or not _dtypes.eligible(target) or rule is Rule.AS_TRACED:
-        return run_plain(site)
+    _, eqn, (value,), _, caster = equation
+    new_dtype = eqn.params["new_dtype"]
+    rule = caster.record.ruling.rule
+    if rule is Rule.AS_TRACED or not _dtypes.eligible(new_dtype):
+        return plan_plain(equation)
+    target = np.dtype(new_dtype)
     if not value.eligible:
-        (result,) = emit(eqn, operands, Dtypes((None,)), emitter)
+        (result,) = cast_and_bind(equation, Dtypes((None,)))
         known = value.traits.interval
         if value.dtype == np.bool_:
-            known = _constants.BOOLEAN
-        result.traits = result.traits._replace(interval=known)
-        return [result]
-    emitter.record.operands = (value.dtype,)
+            known = intervals.BOOLEAN
+        return [result.knowing(result.traits._replace(interval=known))]
+    caster.record.operands = (value.dtype,)
     if rule is Rule.FLOAT32:
-        return [emitter.converted(value, _dtypes.FLOAT32)]
+        return [caster.cast(value, _dtypes.FLOAT32)]
     traced = _dtypes.dtype_of(eqn.invars[0])
     if traced.itemsize < target.itemsize and not _is_explicit(eqn):
-        emitter.scribe.changed = True
+        caster.plan.changed = True
         return [value]
     if value.dtype == traced != target:
-        (result,) = emit(eqn, operands, Dtypes((None,)), emitter)
-        if value.weak:
-            result.traits = value.traits
-        return [result]
-    return [emitter.converted(value, target)]
-
-
-def _is_dtype(eqn: JaxprEqn) -> bool:
-    return not jax.dtypes.issubdtype(eqn.params["new_dtype"], jax.dtypes.extended)
+        (result,) = cast_and_bind(equation, Dtypes((None,)))
+        return [result.knowing(value.traits) if value.follows else result]
+    return [caster.cast(value, target)]

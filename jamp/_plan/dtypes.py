@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from jax.extend.core import JaxprEqn
 
-from jamp import _constants, _dtypes
+from jamp import _dtypes
 from jamp._dtypes import FLOAT32, DType
-from jamp._plan import primitives
+from jamp._plan import intervals, primitives
+from jamp._plan.values import Value
 from jamp._rule import Rule
-from jamp._values import Value
 
 
 class Dtypes(NamedTuple):
@@ -49,17 +49,17 @@ def choose(rule: Rule, eqn: JaxprEqn, operands: Sequence[Value], low: DType) -> 
 
 
 def _enlarges(eqn: JaxprEqn, operands: Sequence[Value]) -> bool:
-    """Whether an equation repeats values of the program; see `_operand`."""
+    """Whether an equation repeats values of the program; see `plain._operand`."""
     return (
         eqn.primitive.name in primitives.ENLARGING
         and operands[0].aval.size != math.prod(_dtypes.shape_of(eqn.outvars[0]))
-        and not operands[0].weak
+        and not operands[0].follows
     )
 
 
 def _activation(operands: Sequence[Value]) -> DType | None:
     """The widest dtype among the operands of the highest rank."""
-    floats = [v for v in operands if v.eligible and not v.weak]
+    floats = [v for v in operands if v.eligible and not v.follows]
     if not floats:
         return None
     rank = max(v.ndim for v in floats)
@@ -69,7 +69,7 @@ def _activation(operands: Sequence[Value]) -> DType | None:
 def _promote(eqn: JaxprEqn, operands: Sequence[Value]) -> Dtypes:
     """The widest dtype of the operands; constants and scalars follow the others."""
     floats = [v for v in operands if v.eligible]
-    firm = [v for v in floats if not v.weak]
+    firm = [v for v in floats if not v.follows]
     if eqn.primitive.name in primitives.INDEPENDENT or not floats:
         return Dtypes((None,) * len(operands))
     arrays = [v for v in firm if v.traits.rank > 0] or firm
@@ -96,7 +96,7 @@ def _is_bias(x: Value, y: Value) -> bool:
             product.traits.product
             and product.dtype in _dtypes.LOW_DTYPES
             and other.traits.rank < product.ndim
-            and not other.weak
+            and not other.follows
         ):
             return True
     return False
@@ -104,4 +104,4 @@ def _is_bias(x: Value, y: Value) -> bool:
 
 def _destroyed(value: Value, dtype: DType) -> bool:
     interval = value.traits.interval
-    return interval is not None and _constants.destroyed(interval, dtype)
+    return interval is not None and intervals.destroyed(interval, dtype)

@@ -74,7 +74,7 @@ class Ruling(NamedTuple):
         return f"{self.label} in {self.policy}"
 
 
-class Cast(NamedTuple):
+class Conversion(NamedTuple):
     """One conversion that autocast inserted."""
 
     source: DType
@@ -103,7 +103,7 @@ class Record:
     operands: tuple[Any, ...] = ()
     results: tuple[Any, ...] = ()
     returns: tuple[Any, ...] = ()
-    casts: list[Cast] = field(default_factory=list)
+    casts: list[Conversion] = field(default_factory=list)
     caller: JaxprEqn | None = None
 
     @property

@@ -1,0 +1,74 @@
+"""Binding: the primitive of an equation, on arrays, with the equation's source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import jax
+from jax.extend.core import JaxprEqn, Primitive
+from jax.extend.source_info_util import current_name_stack, user_context
+from jax.sharding import get_abstract_mesh, use_abstract_mesh
+
+from jamp._compat import settings
+
+
+@contextmanager
+def source_of(*eqns: JaxprEqn) -> Iterator[None]:
+    """Gives what is emitted inside the source, scopes and settings of equations.
+
+    Args:
+      *eqns: the outermost first.
+    """
+    with ExitStack() as stack:
+        for eqn in eqns:
+            names = current_name_stack() + eqn.source_info.name_stack
+            stack.enter_context(
+                user_context(eqn.source_info.traceback, name_stack=names)
+            )
+            stack.enter_context(settings(eqn))
+        yield
+
+
+def bind(eqn: JaxprEqn, arrays: Sequence[Any], **params: Any) -> list[Any]:
+    """Binds an equation's primitive.
+
+    Args:
+      eqn: the equation.
+      arrays: its operands.
+      **params: parameters that differ from the traced ones.
+    """
+    return bind_primitive(eqn.primitive, {**eqn.params, **params}, arrays)
+
+
+def bind_primitive(
+    primitive: Primitive, params: dict[str, Any], arrays: Sequence[Any]
+) -> list[Any]:
+    """Binds a primitive with the parameters of an equation."""
+    results = primitive.bind(*arrays, **primitive.get_bind_params(params))
+    return list(results) if primitive.multiple_results else [results]
+
+
+def convert(array: Any, dtype: Any) -> Any:
+    """An array in a dtype, on the mesh that it lives on."""
+    if jax.typeof(array).dtype == dtype:
+        return array
+    with _mesh_of(array):
+        return jax.lax.convert_element_type(array, dtype)
+
+
+def convert_all(arrays: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
+    """Arrays in dtypes; None leaves one as it is."""
+    return [
+        array if dtype is None else convert(array, dtype)
+        for array, dtype in zip(arrays, dtypes, strict=True)
+    ]
+
+
+def _mesh_of(array: Any) -> AbstractContextManager[Any]:
+    """The mesh that an array lives on, where an equation leads from it to another."""
+    mesh, current = jax.typeof(array).sharding.mesh, get_abstract_mesh()
+    if mesh.empty or current.empty or mesh == current:
+        return nullcontext()
+    return use_abstract_mesh(mesh)

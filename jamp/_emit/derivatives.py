@@ -1,0 +1,156 @@
+"""Functions with rules of their own for derivatives or batching.
+
+What a rule does is known only when JAX asks for it, when the function is differentiated
+or batched. It is traced then, as written, through JAX's own transformation, and the
+program that results is planned and run under the policy of the function. This is the
+only place where something is planned while a plan runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import JaxprEqn, jaxprs_in_params
+
+from jamp import _dtypes
+from jamp._compat import CustomVJPException
+from jamp._emit.binding import convert
+from jamp._emit.emitter import Emitter, emit, emits
+from jamp._plan.derivative_rules import call_of, differentiable, trace_jvp, trace_vjp
+from jamp._plan.plan import CustomJvp, CustomVjp, CustomVmap, Plan, Structural
+from jamp._plan.planner import plan_program
+from jamp._plan.values import Value
+from jamp._regions import tracing
+
+
+@emits(CustomJvp)
+def emit_custom_jvp(
+    emitter: Emitter, action: CustomJvp, arrays: list[Any]
+) -> Sequence[Any]:
+    """Emits a function whose rule gives tangents."""
+    (inner,) = action.plans
+    count = len(inner.results)
+
+    def rule(primals: Any, tangents: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        program = trace_jvp(action.eqn, action.context.region)
+        # JAX may transpose what computes the tangents.
+        context = action.context._replace(linear=True)
+        values = [*_inputs(action), *map(Value, map(jax.typeof, tangents))]
+        plan = plan_program(program, values, context)
+        outs = _in_dtypes(emit(plan, [*primals, *tangents]), plan, inner.dtypes * 2)
+        return outs[:count], outs[count:]
+
+    function = jax.custom_jvp(_primal(emitter, action))
+    function.defjvp(rule)
+    return function(*arrays)
+
+
+@emits(CustomVjp)
+def emit_custom_vjp(
+    emitter: Emitter, action: CustomVjp, arrays: list[Any]
+) -> Sequence[Any]:
+    """Emits a function with a forward and a backward rule."""
+    (inner,), eqn, context = action.plans, action.eqn, action.context
+    outs = len(inner.results)
+    rules = cache(lambda: trace_vjp(eqn, context.region))
+
+    def fwd(*primals: Any) -> tuple[tuple[Any, ...], list[Any]]:
+        count, forward, _ = rules()
+        if any(primal.perturbed for primal in primals[:count]):
+            # It closes over these operands.
+            raise CustomVJPException
+        plan = plan_program(forward, _inputs(action), context)
+        results = emit(plan, [primal.value for primal in primals])
+        return _in_dtypes(results[:outs], plan, inner.dtypes), results[outs:]
+
+    def bwd(residuals: list[Any], cotangents: Any) -> tuple[Any, ...]:
+        count, _, backward = rules()
+        taken = [*residuals, *map(_instantiated, cotangents)]
+        plan = plan_program(backward, _like(backward, taken), context)
+        slots = differentiable(eqn, count)
+        dtypes = [action.operands[slot].dtype for slot in slots]
+        gradients = _in_dtypes(emit(plan, taken), plan, dtypes)
+        found = dict(zip(slots, gradients, strict=True))
+        return tuple(found.get(slot) for slot in range(len(action.operands)))
+
+    function = jax.custom_vjp(_primal(emitter, action))
+    function.defvjp(fwd, bwd, symbolic_zeros=True)
+    results: Sequence[Any] = function(*arrays)
+    return results
+
+
+@emits(CustomVmap)
+def emit_custom_vmap(
+    emitter: Emitter, action: CustomVmap, arrays: list[Any]
+) -> Sequence[Any]:
+    """Emits a function with a batching rule."""
+    (inner,), eqn, context = action.plans, action.eqn, action.context
+
+    def rule(size: int, batched: Sequence[bool], *arrays: Any) -> tuple[Any, Any]:
+        axes = [0 if b else None for b in batched]
+        avals = [
+            jax.ShapeDtypeStruct(array.shape, _dtypes.dtype_of(var))
+            for array, var in zip(arrays, eqn.invars, strict=True)
+        ]
+        by_rule = jax.vmap(call_of(eqn), in_axes=axes, axis_size=size)
+        with tracing(context.region):
+            program = jax.make_jaxpr(by_rule)(*avals)
+        plan = plan_program(program, _like(program, arrays), context)
+        outs = _in_dtypes(emit(plan, arrays), plan, inner.dtypes)
+        return outs, (True,) * len(outs)
+
+    function = jax.custom_batching.custom_vmap(_primal(emitter, action))
+    function.def_vmap(rule)
+    results: Sequence[Any] = function(*arrays)
+    return results
+
+
+def _inputs(action: Structural) -> list[Value]:
+    """Values of a function's inputs inside its rule."""
+    return [Value(value.aval, value.traits) for value in action.operands]
+
+
+def _like(program: Any, arrays: Sequence[Any]) -> list[Value]:
+    """Inputs of a program, in the dtypes of some arrays."""
+    pairs = zip(program.in_avals, map(jax.typeof, arrays), strict=True)
+    return [Value.of(aval, getattr(found, "dtype", None)) for aval, found in pairs]
+
+
+def _instantiated(cotangent: Any) -> Any:
+    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        return np.zeros(cotangent.shape, cotangent.dtype)
+    return cotangent
+
+
+def _primal(emitter: Emitter, action: Structural) -> Callable[..., tuple[Any, ...]]:
+    (inner,) = action.plans
+
+    def primal(*arrays: Any) -> tuple[Any, ...]:
+        return tuple(emitter.run(inner, arrays))
+
+    name = _name(action.eqn)
+    if name is not None:
+        primal.__name__ = name
+    return primal
+
+
+def _name(eqn: JaxprEqn) -> str | None:
+    """The name of the function that an equation calls."""
+    for program in jaxprs_in_params(eqn.params):
+        name: str = program.debug_info.func_name
+        return name
+    return None
+
+
+def _in_dtypes(
+    arrays: Sequence[Any], plan: Plan, dtypes: Sequence[Any]
+) -> tuple[Any, ...]:
+    """Results of a rule in the dtypes that JAX expects of it."""
+    return tuple(
+        convert(array, dtype) if value.eligible and _dtypes.eligible(dtype) else array
+        for array, value, dtype in zip(arrays, plan.results, dtypes, strict=False)
+    )

@@ -1,0 +1,109 @@
+"""The loop over a plan's steps, and the actions that are one binding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jamp import _dtypes
+from jamp._emit.binding import bind, bind_primitive, convert, convert_all, source_of
+from jamp._lowerings.lower import lowering
+from jamp._plan.plan import Action, Bind, Broadcast, Cast, Plan
+from jamp._plan.values import Value
+
+Emission = Callable[["Emitter", Any, list[Any]], Sequence[Any]]
+
+_emissions: dict[type[Action], Emission] = {}
+
+
+def emits(action: type[Action]) -> Callable[[Emission], Emission]:
+    """Registers what emits a kind of action.
+
+    Raises:
+      ValueError: something does already.
+    """
+
+    def register(emission: Emission) -> Emission:
+        if action in _emissions:
+            raise ValueError(f"{action.__name__} is emitted already")
+        _emissions[action] = emission
+        return emission
+
+    return register
+
+
+def emit(plan: Plan, arrays: Sequence[Any]) -> list[Any]:
+    """Runs a plan on its inputs, and returns its results."""
+    return Emitter().run(plan, arrays)
+
+
+class Emitter:
+    """Runs a plan and those inside of it."""
+
+    def __init__(self) -> None:
+        self._programs: dict[Any, Any] = {}
+
+    def run(self, plan: Plan, arrays: Sequence[Any]) -> list[Any]:
+        """Runs a plan on its inputs and extras, and returns its results."""
+        inputs = [*plan.inputs, *plan.extras.values()]
+        env = {v.number: array for v, array in zip(inputs, arrays, strict=True)}
+
+        def read(value: Value) -> Any:
+            return env[value.number] if value.known is None else value.known
+
+        for step in plan.steps:
+            with source_of(*step.source):
+                for action in step.actions:
+                    taken = [read(value) for value in action.operands]
+                    made = _emissions[type(action)](self, action, taken)
+                    for value, array in zip(action.results, made, strict=True):
+                        env[value.number] = array
+        return [read(value) for value in plan.results]
+
+    def closed(self, plan: Plan, arrays: Sequence[Any], *, into: Any = None) -> Any:
+        """The closed jaxpr of an inner plan, the same one wherever it is the same.
+
+        Args:
+          plan: the plan.
+          arrays: inputs and extras like those that it will run on.
+          into: dtypes of its results, if they are others than planned.
+        """
+        avals = tuple(map(jax.typeof, arrays))
+        key = (plan, avals, None if into is None else tuple(into))
+        if key not in self._programs:
+
+            def run(*arrays: Any) -> list[Any]:
+                results = self.run(plan, arrays)
+                return results if into is None else convert_all(results, into)
+
+            self._programs[key] = jax.make_jaxpr(run)(*avals)
+        return self._programs[key]
+
+
+@emits(Cast)
+def _emit_cast(emitter: Emitter, action: Cast, arrays: list[Any]) -> list[Any]:
+    return [convert(arrays[0], action.results[0].dtype)]
+
+
+@emits(Broadcast)
+def _emit_broadcast(
+    emitter: Emitter, action: Broadcast, arrays: list[Any]
+) -> list[Any]:
+    shape = action.results[0].aval.shape
+    ndim = jax.numpy.ndim(arrays[0])
+    dimensions = range(len(shape) - ndim, len(shape))
+    return [jax.lax.broadcast_in_dim(arrays[0], shape, dimensions)]
+
+
+@emits(Bind)
+def _emit_bind(emitter: Emitter, action: Bind, arrays: list[Any]) -> list[Any]:
+    if action.dtypes is None:
+        return bind(action.eqn, arrays)
+    avals = [
+        _dtypes.in_dtype(var.aval, dtype)
+        for var, dtype in zip(action.eqn.invars, action.dtypes, strict=True)
+    ]
+    primitive, params = lowering(action.eqn, avals, action.device_type)
+    return bind_primitive(primitive, params, arrays)

@@ -1,0 +1,165 @@
+"""Calls that run in float32, as traced; equal ones are one function for JAX.
+
+A call of LayerNorm or softmax that runs in float32 throughout is the same few equations
+in every layer. Handed to JAX as one jitted function that it inlines, they are
+differentiated once and found in its caches afterwards, as they are in the program as
+written. The result is the same equations.
+
+A call that 16-bit arrays enter keeps those for the backward pass, which computes the
+float32 inside anew, instead of several float32 arrays: less memory, and less to read.
+What leaves it in 16 bits is cast inside of it, so that its gradient enters in 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Literal
+from jax.extend.source_info_util import current_name_stack, user_context
+
+from jamp import _dtypes
+from jamp._compat import INLINE, settings, under_trace
+from jamp._dtypes import FLOAT32
+from jamp._emit.binding import bind
+from jamp._emit.emitter import Emitter, emits
+from jamp._plan import primitives
+from jamp._plan.plan import Float32Call
+from jamp._plan.recomputation import holds
+
+_LIMIT = 1024
+_functions: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()
+
+
+@emits(Float32Call)
+def emit_float32_call(
+    emitter: Emitter, action: Float32Call, arrays: list[Any]
+) -> Sequence[Any]:
+    """Emits equations that run in float32.
+
+    If some of the arrays are of 16 bits, the backward pass runs the equations again.
+    """
+    low = tuple(value.dtype in _dtypes.LOW_DTYPES for value in action.operands)
+    run = _narrowing(_runner(action), action)
+    if any(low):
+        run = _recomputing(run, low, action)
+    if not under_trace(arrays):
+        return run(*arrays)
+    narrow = tuple(None if v is None else v.dtype for v in action.narrowed)
+    key = _key(action, (*low, *narrow, action.device_type))
+    if key is None:
+        return run(*arrays)
+    if key not in _functions:
+        _functions[key] = jax.jit(run, inline=INLINE)
+        if len(_functions) > _LIMIT:
+            _functions.popitem(last=False)
+    _functions.move_to_end(key)
+    results: list[Any] = _functions[key](*arrays)
+    return results
+
+
+def _runner(action: Float32Call) -> Callable[..., list[Any]]:
+    def run(*arrays: Any) -> list[Any]:
+        env = dict(zip(action.invars, arrays, strict=True))
+        name_stack = current_name_stack()
+        for eqn in action.eqns:
+            operands = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
+            with (
+                user_context(eqn.source_info.traceback, name_stack=name_stack),
+                settings(eqn),
+            ):
+                results = bind(eqn, operands)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [env[var] for var in action.outvars]
+
+    return run
+
+
+def _reduces(primitive: Any, *operands: Any, **params: Any) -> bool:
+    """Whether a result is worth saving: it is small and takes a pass to compute."""
+    del operands, params
+    return str(primitive) in primitives.REDUCTIONS
+
+
+def _narrowing(
+    run: Callable[..., list[Any]], action: Float32Call
+) -> Callable[..., list[Any]]:
+    def run_and_narrow(*arrays: Any) -> list[Any]:
+        results = run(*arrays)
+        return results + [
+            jax.lax.convert_element_type(result, value.dtype)
+            for result, value in zip(results, action.narrowed, strict=True)
+            if value is not None
+        ]
+
+    return run_and_narrow
+
+
+def _recomputing(
+    run: Callable[..., Any], low: Sequence[bool], action: Float32Call
+) -> Callable[..., Any]:
+    """A call that the backward pass runs again, from arrays some of which are low.
+
+    Barriers keep XLA from sharing it with the forward pass, and from fusing it with
+    what is around. On GPUs, unlike CPUs, it computes cheap functions again without.
+    """
+    costly = holds(action.eqns, primitives.TRANSCENDENTAL.__contains__)
+    round_gradient = costly and not holds(action.eqns, _reduces)
+    barred = costly or action.device_type == "cpu"
+
+    def widened(array: Any) -> Any:
+        array = _with_rounded_gradient(array) if round_gradient else array
+        return jax.lax.convert_element_type(array, FLOAT32)
+
+    def widen_and_run(*arrays: Any) -> Any:
+        return run(
+            *(
+                widened(array) if is_low else array
+                for array, is_low in zip(arrays, low, strict=True)
+            )
+        )
+
+    return jax.checkpoint(widen_and_run, policy=_reduces, prevent_cse=barred)
+
+
+@jax.custom_jvp
+def _with_rounded_gradient(array: Any) -> Any:
+    """The array itself; XLA has to round its gradient.
+
+    Otherwise it keeps the float32 that the gradient is rounded from for who sums it, as
+    the gradient of a bias does, and writes and reads it beside the 16 bits.
+    """
+    return array
+
+
+@_with_rounded_gradient.defjvp
+def _rounded_gradient_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    return primals[0], jax.lax.optimization_barrier(tangents[0])
+
+
+def _key(action: Float32Call, settings: Hashable) -> Hashable:
+    """What two equal calls have in common; None if it cannot be told."""
+    numbers = {var: number for number, var in enumerate(action.invars)}
+    parts: list[Hashable] = [tuple(var.aval for var in action.invars), settings]
+    for eqn in action.eqns:
+        if eqn.primitive.name.startswith("custom_"):
+            return None  # its derivative rule is another object in every trace
+        operands = tuple(
+            (v.aval, np.asarray(v.val).tobytes())
+            if isinstance(v, Literal)
+            else numbers[v]
+            for v in eqn.invars
+        )
+        for var in eqn.outvars:
+            numbers[var] = len(numbers)
+        params = tuple(eqn.params.items())
+        parts.append((eqn.primitive, params, operands, eqn.ctx))
+    key = (tuple(parts), tuple(numbers[var] for var in action.outvars))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key

@@ -1,0 +1,82 @@
+"""Loops, whose carries keep the dtypes at which they have settled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from jamp._compat import scan_counts
+from jamp._emit.binding import convert_all
+from jamp._emit.emitter import Emitter, emits
+from jamp._plan.plan import Scan, While
+
+
+@jax.custom_jvp
+def _narrowed(wide: Any, narrow: Any) -> Any:
+    """A cast made elsewhere, of which every use has a gradient of its own in float32.
+
+    Outside a loop a cast is one value, and JAX would sum its gradients over all
+    iterations in its own dtype. Seen from here each use is a cast of `wide`.
+    """
+    del wide
+    return narrow
+
+
+@_narrowed.defjvp
+def _narrowed_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    wide, narrow = primals
+    # Through itself again, so that it has second derivatives.
+    primal = _narrowed(wide, narrow)
+    return primal, lax.convert_element_type(tangents[0], narrow.dtype)
+
+
+@emits(Scan)
+def emit_scan(emitter: Emitter, action: Scan, arrays: list[Any]) -> Sequence[Any]:
+    """Emits a scan."""
+    params, slots, (plan,) = action.eqn.params, action.slots, action.plans
+    count, num_carry = scan_counts(params)
+    end = len(arrays) - len(slots)
+    shared, extras = arrays[:count], list(map(lax.stop_gradient, arrays[end:]))
+
+    def step(carried: Sequence[Any], slices: Sequence[Any]) -> tuple[Any, Any]:
+        casts = [
+            _narrowed(shared[slot], extra)
+            for slot, extra in zip(slots, extras, strict=True)
+        ]
+        results = emitter.run(plan, [*shared, *carried, *slices, *casts])
+        carried = convert_all(results[:num_carry], action.dtypes[:num_carry])
+        return carried, results[num_carry:]
+
+    final, stacked = lax.scan(
+        step,
+        arrays[count : count + num_carry],
+        arrays[count + num_carry : end],
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+    return [*final, *stacked]
+
+
+@emits(While)
+def emit_while(emitter: Emitter, action: While, arrays: list[Any]) -> Sequence[Any]:
+    """Emits a while loop."""
+    params, (test, body) = action.eqn.params, action.plans
+    num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
+    end = len(arrays) - len(action.slots)
+    tested, consts = arrays[:num_cond], arrays[num_cond:][:num_body]
+    extras = arrays[end:]
+
+    def step(carried: Sequence[Any]) -> list[Any]:
+        results = emitter.run(body, [*consts, *carried, *extras])
+        return convert_all(results, action.dtypes)
+
+    final: list[Any] = lax.while_loop(
+        lambda carried: emitter.run(test, [*tested, *carried])[0],
+        step,
+        arrays[num_cond + num_body : end],
+    )
+    return final

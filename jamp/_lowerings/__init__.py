@@ -1,0 +1,1 @@
+"""What an equation becomes on a backend and a processor, in dtypes that are decided."""

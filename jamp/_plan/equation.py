@@ -1,0 +1,165 @@
+"""What a rule is handed: one equation, and all that it takes to plan it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+from jamp import _dtypes
+from jamp._plan.casting import Caster
+from jamp._plan.context import Context, Environment
+from jamp._plan.plan import Bind, Plan, Structural
+from jamp._plan.records import Group, Ruling
+from jamp._plan.values import Traits, Value
+
+
+class Planner(Protocol):
+    """What plans programs; see `jamp._plan.planner`."""
+
+    def inline(
+        self, program: Any, arguments: Sequence[Value], context: Context, plan: Plan
+    ) -> list[Value]:
+        """Plans a program as part of the one around it; returns its results."""
+
+    def inner(
+        self,
+        program: Any,
+        operands: Sequence[Value],
+        context: Context,
+        hoisted: Iterable[int] = (),
+    ) -> Plan:
+        """Plans a program of its own, once for each combination of inputs."""
+
+    def plan_equations(
+        self,
+        eqns: Sequence[JaxprEqn],
+        start: int,
+        env: Environment,
+        context: Context,
+        plan: Plan,
+    ) -> None:
+        """Plans equations, the first of which is number `start` of its program."""
+
+    def plan_equation(
+        self,
+        eqn: JaxprEqn,
+        env: Environment,
+        context: Context,
+        plan: Plan,
+        user: Ruling | None = None,
+    ) -> None:
+        """Plans one equation."""
+
+
+class Equation(NamedTuple):
+    """An equation about to be planned.
+
+    Attributes:
+      planner: plans inner programs.
+      eqn: the equation as traced.
+      operands: its operands, in whatever dtypes they have by now.
+      context: what holds around it.
+      caster: plans its casts and notes them in its record.
+    """
+
+    planner: Planner
+    eqn: JaxprEqn
+    operands: Sequence[Value]
+    context: Context
+    caster: Caster
+
+    @property
+    def plan(self) -> Plan:
+        """What the equation becomes a part of."""
+        return self.caster.plan
+
+    def inner(
+        self,
+        program: Any,
+        operands: Sequence[Value],
+        *,
+        hoisted: Iterable[int] = (),
+    ) -> Plan:
+        """Plans a program that the equation holds; see `Planner.inner`."""
+        return self.planner.inner(closed(program), operands, self.context, hoisted)
+
+    def as_traced(
+        self, operands: Sequence[Value] | None = None, traits: Sequence[Traits] = ()
+    ) -> list[Value]:
+        """Binds the equation as it is.
+
+        Args:
+          operands: its operands, if they are others by now.
+          traits: what is known of its results, if anything.
+        """
+        dtypes = map(_dtypes.dtype_of, self.eqn.outvars)
+        results = self.results(dtypes, traits)
+        taken = self.operands if operands is None else operands
+        device_type = self.context.region.device_type
+        self.plan.add(Bind(taken, results, self.eqn, None, device_type))
+        return results
+
+    def results(
+        self, dtypes: Iterable[Any], traits: Sequence[Traits] = ()
+    ) -> list[Value]:
+        """Values of the equation's results in dtypes."""
+        known = traits or (None,) * len(self.eqn.outvars)
+        return [
+            Value.of(var.aval, dtype, found)
+            for var, dtype, found in zip(self.eqn.outvars, dtypes, known, strict=True)
+        ]
+
+    def add(
+        self,
+        action: Callable[..., Structural],
+        plans: Sequence[Plan],
+        dtypes: Iterable[Any],
+        operands: Sequence[Value] | None = None,
+        *,
+        traits: Sequence[Traits] = (),
+        **more: Any,
+    ) -> list[Value]:
+        """Adds the action of an equation whose programs are planned anew.
+
+        Args:
+          action: its kind.
+          plans: what is to run for the equation's programs.
+          dtypes: those of its results.
+          operands: its operands, if they are others by now.
+          traits: what is known of its results, if anything.
+          **more: what this kind of action holds beside these.
+
+        Returns:
+          Its results.
+        """
+        results = self.results(dtypes, traits)
+        taken = self.operands if operands is None else operands
+        self.plan.add(action(taken, results, self.eqn, plans, self.context, **more))
+        return results
+
+    def extras(self, inputs: Sequence[Value], inner: Plan) -> list[Value]:
+        """The casts that an inner program leaves to this equation.
+
+        Args:
+          inputs: its inputs, the first ones at least.
+          inner: its plan.
+        """
+        return [self.caster.cast(inputs[slot], dtype) for slot, dtype in inner.extras]
+
+    def note(self, *plans: Plan) -> None:
+        """Records inner programs under the equation."""
+        self.note_operands()
+        for plan in plans:
+            self.plan.entries.append(Group(self.eqn, plan.entries))
+            self.plan.changed |= plan.changed
+
+    def note_operands(self) -> None:
+        """Records the dtypes in which operands come."""
+        self.caster.record.operands = tuple([v.dtype for v in self.operands])
+
+
+def closed(program: Any) -> Any:
+    """A program that an equation holds without constants, as a closed one."""
+    return program if hasattr(program, "consts") else ClosedJaxpr(program, ())

@@ -1,0 +1,297 @@
+"""Calls of listed functions: what enters, what is computed inside, what leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from jax.extend.core import JaxprEqn, jaxprs_in_params
+
+from jamp import _dtypes
+from jamp._dtypes import FLOAT32, DType
+from jamp._functions import Function
+from jamp._plan import primitives
+from jamp._plan.casting import Caster
+from jamp._plan.context import Context, Environment, read_by
+from jamp._plan.equation import Planner
+from jamp._plan.plan import Float32Call, Plan
+from jamp._plan.precision import explicit_precision, holds_explicit_precision
+from jamp._plan.recomputation import recomputable, runs_in_float32
+from jamp._plan.records import (
+    Conversion,
+    Entry,
+    Group,
+    Origin,
+    Record,
+    Ruling,
+    originals,
+)
+from jamp._plan.values import Traits, Value
+from jamp._regions import Options, Scope
+from jamp._rule import Rule
+
+# Inside a call, these rules settle every equation.
+_FORCED = {
+    Rule.FLOAT32: Rule.FLOAT32,
+    Rule.INTERNAL_FLOAT32: Rule.FLOAT32,
+    Rule.PROMOTE: Rule.PROMOTE,
+    Rule.AS_TRACED: Rule.AS_TRACED,
+    Rule.BANNED: Rule.BANNED,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class ListedCall:
+    """One call of a listed function, which its policy rules as a whole.
+
+    Attributes:
+      function: the policy's entry.
+      eqns: its equations, consecutive ones of their program.
+      start: the number of the first of them.
+      env: values of the program.
+      context: what holds around the call.
+      scope: the named scopes that the equations stand in.
+      plan: what the call becomes a part of.
+    """
+
+    function: Function
+    eqns: Sequence[JaxprEqn]
+    start: int
+    env: Environment
+    context: Context
+    scope: Scope
+    plan: Plan
+
+    @property
+    def stop(self) -> int:
+        """The number of the equation that follows it."""
+        return self.start + len(self.eqns)
+
+    @property
+    def options(self) -> Options:
+        """The options in force."""
+        return self.scope.options
+
+    @cached_property
+    def ruling(self) -> Ruling:
+        """The rule that holds for it."""
+        policy = self.options.policy
+        rule = policy.function_rules[self.function]
+        return Ruling(rule, Origin.FUNCTION, self.function, policy.name)
+
+    @cached_property
+    def invars(self) -> list[Any]:
+        """The variables that it reads and does not make."""
+        made = {var for eqn in self.eqns for var in eqn.outvars}
+        read = dict.fromkeys(var for eqn in self.eqns for var in read_by(eqn))
+        return [var for var in read if var not in made]
+
+    @cached_property
+    def outvars(self) -> list[Any]:
+        """The results of its equations that are used after it."""
+        made = (var for eqn in self.eqns for var in eqn.outvars)
+        return [var for var in made if self.env.used_from(var, self.stop)]
+
+    @cached_property
+    def entered(self) -> dict[Any, Value]:
+        """The eligible values that enter it, constants left out."""
+        values = {var: self.env.read(var) for var in self.invars}
+        return {v: x for v, x in values.items() if x.eligible and not x.follows}
+
+    @cached_property
+    def sources(self) -> dict[Any, frozenset[Any]]:
+        """Which entering values each value of it is computed from."""
+        found: dict[Any, frozenset[Any]] = {v: frozenset([v]) for v in self.entered}
+        for eqn in self.eqns:
+            each = [found.get(var, frozenset()) for var in read_by(eqn)]
+            found.update(dict.fromkeys(eqn.outvars, frozenset().union(*each)))
+        return found
+
+    def leaving_dtype(self, var: Any, dtype: DType) -> DType:
+        """The dtype in which a variable, computed in some dtype, leaves the call."""
+        rule, policy = self.ruling.rule, self.options.policy
+        if rule is Rule.LOWER:
+            return self.options.dtype
+        if rule not in (Rule.FLOAT32, Rule.INTERNAL_FLOAT32) or not self.entered:
+            return dtype
+        traced = var.aval.dtype
+        came_in = {source.aval.dtype for source in self.entered}
+        if (
+            traced not in came_in
+            and _dtypes.eligible(traced)
+            and self.function not in policy.activation_results
+        ):
+            # The user named a dtype, as in softmax(x, dtype=...).
+            named: DType = traced
+            return named
+        if rule is Rule.FLOAT32:
+            return FLOAT32
+        values = self.entered
+        rank = max(value.ndim for value in values.values())
+        for source in self.sources.get(var, frozenset()):
+            state = values[source]
+            same = state.ndim < rank and state.aval.shape == var.aval.shape
+            if same and state.dtype == FLOAT32:
+                # Running statistics and the like are state, and keep their float32.
+                return FLOAT32
+        return _dtypes.widest(v.dtype for v in values.values() if v.ndim == rank)
+
+
+def plan_listed_call(planner: Planner, call: ListedCall) -> None:
+    """Plans the equations of one call of a listed function."""
+    rule, plan, eqns = call.ruling.rule, call.plan, call.eqns
+    inner = call.context._replace(inside=call.context.inside | {call.function})
+    first, env = len(plan.entries), call.env
+    if rule is Rule.LOWER:
+        if any(map(holds_explicit_precision, eqns)):
+            planner.plan_equations(eqns, call.start, env, inner, plan)
+            return
+        enter = _caster(call)
+        with plan.source(eqns[0]):
+            lowered = _lowered(call.entered, enter)
+        planner.plan_equations(eqns, call.start, env.overlay(lowered), inner, plan)
+        casts = enter.record.casts
+    elif _FORCED[rule] is Rule.FLOAT32 and runs_in_float32(eqns):
+        casts = _plan_in_float32(call)
+    else:
+        casts = []
+        forced = call.ruling._replace(rule=_FORCED[rule])
+        inner = inner._replace(scope=call.scope, forced=forced)
+        for eqn in eqns:
+            planner.plan_equation(eqn, env, inner, plan)
+    entries = plan.entries[first:]
+    for record in originals(entries):
+        if rule is not Rule.LOWER or record.ruling.function is None:
+            record.ruling = call.ruling
+    # Records of inner programs serve all their calls; these are of this call alone.
+    records = [entry for entry in entries if isinstance(entry, Record)]
+    records[0].casts[:0] = casts
+    _settle(call, Caster(records[-1], call.options, plan))
+    for record in records:
+        record.returns = tuple(
+            env.read(var).dtype if env.used_from(var, call.stop) else computed
+            for var, computed in zip(record.eqn.outvars, record.results, strict=True)
+        )
+
+
+def _caster(call: ListedCall) -> Caster:
+    """What plans the casts of the values that enter a call."""
+    return Caster(Record(call.eqns[0], call.ruling, ()), call.options, call.plan)
+
+
+def _lowered(entering: dict[Any, Value], caster: Caster) -> dict[Any, Value]:
+    """The activations that enter a lowered call, in 16 bits.
+
+    Weights are left to their matmuls, and what is added to the product to its rule, so
+    that a bias is broadcast, and its gradient summed, in float32.
+    """
+    rank = max((value.ndim for value in entering.values()), default=0)
+    return {
+        var: caster.cast(value, caster.options.dtype)
+        for var, value in entering.items()
+        if value.ndim == rank
+    }
+
+
+def _plan_in_float32(call: ListedCall) -> list[Conversion]:
+    """Plans a call that is float32 throughout, once its operands are."""
+    env, plan, enter = call.env, call.plan, _caster(call)
+    again = recomputable(call.eqns) and not call.context.linear
+
+    def widened(value: Value) -> Value:
+        inside = again and value.dtype in _dtypes.LOW_DTYPES and value.constant is None
+        if not inside:
+            return enter.cast(value, FLOAT32)
+        # The function widens it itself.
+        enter.note(value, FLOAT32)
+        return value
+
+    with plan.source(call.eqns[0]):
+        operands = [
+            widened(value) if value.eligible else value
+            for value in map(env.read, call.invars)
+        ]
+        results = [Value(var.aval) for var in call.outvars]
+        narrowed = []
+        for var, value in zip(call.outvars, results, strict=True):
+            dtype = _wanted_next(call, var)
+            narrow = None if dtype is None else Value.of(var.aval, dtype)
+            if narrow is not None:
+                value.prepared[narrow.dtype] = narrow
+            narrowed.append(narrow)
+        every = [*results, *(value for value in narrowed if value is not None)]
+        plan.add(
+            Float32Call(
+                operands,
+                every,
+                call.eqns,
+                call.invars,
+                call.outvars,
+                narrowed,
+                call.options.device_type,
+            )
+        )
+    env.bind(call.outvars, results)
+    plan.entries.extend(_as_traced(call.eqns, call.ruling, call.context.scope))
+    return enter.record.casts
+
+
+def _wanted_next(call: ListedCall, var: Any) -> DType | None:
+    """The 16-bit dtype in which a result of a float32 call will be wanted, if any."""
+    dtype = _dtypes.dtype_of(var)
+    if not _dtypes.eligible(dtype):
+        return None
+    leaving = call.leaving_dtype(var, dtype)
+    reader = call.env.next_reader(var, call.stop)
+    if leaving == FLOAT32 and reader and _is_lowered(reader, call.options):
+        leaving = call.options.dtype
+    return leaving if leaving in _dtypes.LOW_DTYPES else None
+
+
+def _is_lowered(eqn: JaxprEqn, options: Options) -> bool:
+    name = eqn.primitive.name
+    return (
+        name in primitives.MATMULS
+        and options.policy.primitive_rules.get(name) is Rule.LOWER
+        and not explicit_precision(eqn)
+    )
+
+
+def _as_traced(
+    eqns: Sequence[JaxprEqn], ruling: Ruling, scope: Scope
+) -> Iterator[Entry]:
+    """Records of equations that run as traced, and of the programs that they hold."""
+    for eqn in eqns:
+        inner = scope.enter(eqn.source_info.name_stack)
+        record = Record(eqn, ruling, inner.names)
+        record.operands = tuple(map(_dtypes.dtype_of, eqn.invars))
+        record.results = tuple(map(_dtypes.dtype_of, eqn.outvars))
+        yield record
+        for program in jaxprs_in_params(eqn.params):
+            yield Group(eqn, list(_as_traced(program.eqns, ruling, inner)))
+
+
+def _settle(call: ListedCall, caster: Caster) -> None:
+    """Brings what leaves a call to the dtype that its rule promises."""
+    unsafe = call.options.policy.unsafe
+    probability = any(call.function.name in found.of for found in unsafe)
+    for eqn in call.eqns:
+        for var in eqn.outvars:
+            if not call.env.used_from(var, call.stop):
+                continue
+            value = call.env.read(var)
+            if not value.eligible or value.follows:
+                continue
+            dtype = call.leaving_dtype(var, value.dtype)
+            with caster.plan.source(eqn):
+                settled = caster.cast(value, dtype)
+            if probability:
+                settled = settled.knowing(_probability(settled.traits, dtype))
+            call.env.bind([var], [settled])
+
+
+def _probability(traits: Traits, dtype: DType) -> Traits:
+    rounded = dtype if dtype in _dtypes.LOW_DTYPES else None
+    return traits._replace(probability=True, rounded=rounded)

@@ -1,0 +1,313 @@
+"""The loop over equations: which rule holds for each, and what becomes of it.
+
+Equations that hold programs are left to `jamp._plan.rules`, calls of listed functions
+to `jamp._plan.listed_calls`; here stands the order of precedence.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import JaxprEqn
+
+from jamp import _origin
+from jamp._compat import is_plain_array
+from jamp._errors import BannedOpError, JampWarning
+from jamp._functions import Function
+from jamp._plan.casting import Caster
+from jamp._plan.context import Context, Environment
+from jamp._plan.convert import plan_convert
+from jamp._plan.equation import Equation
+from jamp._plan.listed_calls import ListedCall, plan_listed_call
+from jamp._plan.plain import plan_as_traced, plan_plain
+from jamp._plan.plan import Plan
+from jamp._plan.records import Origin, Record, Ruling
+from jamp._plan.rules import STRUCTURAL
+from jamp._plan.rules.registry import StructuralRule
+from jamp._plan.values import Value
+from jamp._policy import Policy
+from jamp._regions import Options, Scope
+from jamp._rule import RECIPROCAL, Rule
+
+
+def make_plan(program: Any, arrays: Sequence[Any], options: Options) -> Plan:
+    """Plans a traced program.
+
+    Args:
+      program: the closed jaxpr.
+      arrays: its inputs, or arrays like them: only their dtypes count.
+      options: the options of autocast.
+
+    Raises:
+      BannedOpError: the policy bans an operation of the program.
+    """
+    pairs = zip(program.in_avals, arrays, strict=True)
+    inputs = [Value.of(aval, jax.typeof(array).dtype) for aval, array in pairs]
+    return plan_program(program, inputs, Context(Scope((), options)))
+
+
+def plan_program(program: Any, inputs: Sequence[Value], context: Context) -> Plan:
+    """Plans a closed jaxpr for inputs of which something is known."""
+    return _Planner().plan(program, inputs, context)
+
+
+class _Entry(NamedTuple):
+    """An equation with its scope, the user's ruling and the call that it belongs to."""
+
+    eqn: JaxprEqn
+    scope: Scope
+    user: Ruling | None = None
+    call: _origin.Call | None = None
+    key: _origin.FrameKey | None = None
+
+
+@lru_cache(maxsize=256)
+def functions(policy: Policy, modules: int) -> Mapping[int, Function]:
+    """A policy's functions by the id of their code object.
+
+    Args:
+      policy: the policy.
+      modules: how many modules are imported: with more, more names can be resolved.
+    """
+    del modules
+    return {id(code): function for code, function in policy.function_codes.items()}
+
+
+class _Planner:
+    """Plans a program and those inside of it; see `jamp._plan.equation.Planner`."""
+
+    def __init__(self) -> None:
+        self._inner: dict[Any, tuple[Plan, Any]] = {}
+        self._warned = False
+        self._callers: list[JaxprEqn] = []
+
+    def plan(self, program: Any, inputs: Sequence[Value], context: Context) -> Plan:
+        """Plans a closed jaxpr."""
+        plan = Plan(inputs)
+        plan.results = self.inline(program, inputs, context, plan)
+        plan.extras = dict(sorted(plan.extras.items(), key=lambda e: _order(*e[0])))
+        # What comes in narrower may go out again without any equation having changed.
+        plan.changed |= any(
+            value.dtype != getattr(aval, "dtype", None)
+            for value, aval in zip(inputs, program.in_avals, strict=True)
+        )
+        return plan
+
+    def inner(
+        self,
+        program: Any,
+        operands: Sequence[Value],
+        context: Context,
+        hoisted: Iterable[int] = (),
+    ) -> Plan:
+        """Plans an inner program, once for each combination of inputs.
+
+        Args:
+          program: the closed jaxpr as traced.
+          operands: the inputs; only their dtypes and traits matter.
+          context: what holds around it.
+          hoisted: inputs whose narrowing casts are left to the caller, so that a value
+            that enters several programs, or a loop, is cast once.
+        """
+        slots = frozenset(hoisted)
+        known = tuple((value.dtype, value.traits) for value in operands)
+        key = (id(program), known, context, slots)
+        if key not in self._inner:
+            inputs = [
+                Value(v.aval, v.traits, slot=slot if slot in slots else None)
+                for slot, v in enumerate(operands)
+            ]
+            # The program is held too, so that its id stays taken.
+            self._inner[key] = (self.plan(program, inputs, context), program)
+        return self._inner[key][0]
+
+    def inline(
+        self, program: Any, arguments: Sequence[Value], context: Context, plan: Plan
+    ) -> list[Value]:
+        """Plans a closed jaxpr as part of the program around it."""
+        jaxpr = program.jaxpr
+        env = Environment(jaxpr)
+        consts = [Value(jax.typeof(const), known=const) for const in program.consts]
+        env.bind(jaxpr.constvars, consts)
+        env.bind(jaxpr.invars, arguments)
+        self.plan_equations(jaxpr.eqns, 0, env, context, plan)
+        return [env.read(var) for var in jaxpr.outvars]
+
+    def plan_equations(
+        self,
+        eqns: Sequence[JaxprEqn],
+        start: int,
+        env: Environment,
+        context: Context,
+        plan: Plan,
+    ) -> None:
+        """Plans equations, the first of which is number `start` of its program."""
+        for group in self._calls(eqns, context):
+            eqn, scope, user, call, _ = group[0]
+            if call is not None:
+                inside = tuple(entry.eqn for entry in group)
+                plan_listed_call(
+                    self,
+                    ListedCall(call.function, inside, start, env, context, scope, plan),
+                )
+            else:
+                self.plan_equation(eqn, env, context._replace(scope=scope), plan, user)
+            start += len(group)
+
+    def _calls(
+        self, eqns: Sequence[JaxprEqn], context: Context
+    ) -> Iterator[list[_Entry]]:
+        """Groups equations by the call of a listed function that they stand in."""
+        group: list[_Entry] = []
+        for eqn in eqns:
+            entry = self._entry(eqn, context)
+            if group and not _continues(group, entry):
+                yield group
+                group = []
+            group.append(entry)
+            if entry.call is None:
+                yield group
+                group = []
+        if group:
+            yield group
+
+    def _entry(self, eqn: JaxprEqn, context: Context) -> _Entry:
+        scope = context.scope.enter(eqn.source_info.name_stack)
+        user = user_ruling(scope)
+        if user is not None or context.forced is not None:
+            return _Entry(eqn, scope, user)
+        key = _origin.frame_key(eqn)
+        if key is None:
+            self._warn_no_traceback()
+            return _Entry(eqn, scope)
+        listed = functions(scope.options.policy, len(sys.modules))
+        for call in _origin.calls(key, listed):
+            if call.function not in context.inside:
+                return _Entry(eqn, scope, None, call, key)
+        return _Entry(eqn, scope)
+
+    def _warn_no_traceback(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                "the program was traced without tracebacks, so that functions such "
+                "as softmax cannot be recognised in it and only the rules of "
+                "primitives hold; hand jamp the function, not a jaxpr made elsewhere",
+                JampWarning,
+                stacklevel=2,
+            )
+
+    def plan_equation(
+        self,
+        eqn: JaxprEqn,
+        env: Environment,
+        context: Context,
+        plan: Plan,
+        user: Ruling | None = None,
+    ) -> None:
+        """Plans one equation under the rule that holds for it: the user's, if any."""
+        operands = [env.read(var) for var in eqn.invars]
+        ruling = context.forced if user is None else user
+        if ruling is None:
+            policy = context.region.policy
+            self._check_unsafe(eqn, operands, policy)
+            ruling = primitive_ruling(eqn, operands, policy)
+        if ruling.rule is Rule.BANNED:
+            raise self._banned(eqn, ruling)
+        record = Record(eqn, ruling, context.scope.names)
+        plan.entries.append(record)
+        name = eqn.primitive.name
+        converts = name == "convert_element_type"
+        rule: StructuralRule = plan_convert if converts else plan_plain
+        if name in STRUCTURAL:
+            rule = STRUCTURAL[name]
+            if not all(is_plain_array(v.aval) for v in operands):
+                # It takes a reference, or another thing that cannot be traced anew.
+                rule = plan_as_traced
+            elif user is None and ruling.rule is not Rule.PROMOTE:
+                # What the user set holds inside by the scope, where a region that
+                # enables autocast again ends it.
+                context = context._replace(forced=ruling)
+        self._callers.append(eqn)
+        with plan.source(eqn):
+            caster = Caster(record, context.region, plan)
+            results = rule(Equation(self, eqn, operands, context, caster))
+        self._callers.pop()
+        record.results = tuple([v.dtype for v in results])
+        env.bind(eqn.outvars, results)
+
+    def _where(self, eqn: JaxprEqn) -> str:
+        """The user's line that led to an equation, or to the call it is inside."""
+        for outer in (eqn, *reversed(self._callers)):
+            found = _origin.location(outer)
+            if found is not None:
+                return str(found)
+        return "unknown location"
+
+    def _check_unsafe(
+        self, eqn: JaxprEqn, operands: Sequence[Value], policy: Policy
+    ) -> None:
+        for unsafe in policy.unsafe:
+            if eqn.primitive.name in unsafe.primitives and any(
+                operand.traits.rounded == unsafe.dtype for operand in operands
+            ):
+                raise BannedOpError(
+                    f"{self._where(eqn)}: {eqn.primitive.name} of a probability that "
+                    f"was rounded to {unsafe.dtype.name} is unsafe: {unsafe.advice}"
+                )
+
+    def _banned(self, eqn: JaxprEqn, ruling: Ruling) -> BannedOpError:
+        what = ruling.function.name if ruling.function else eqn.primitive.name
+        return BannedOpError(
+            f"{self._where(eqn)}: {what} is banned ({ruling.source}); compute it in a "
+            "region with jamp.autocast(enabled=False), or write it in a way that the "
+            "policy allows"
+        )
+
+
+def user_ruling(scope: Scope) -> Ruling | None:
+    """The rule that a region or scope of the user's sets, which beats all others."""
+    options = scope.options
+    if not options.enabled:
+        return Ruling(Rule.AS_TRACED, Origin.REGION)
+    if options.policy.scopes:
+        found = options.policy.scope_rule(scope.names)
+        if found is not None:
+            pattern, rule = found
+            return Ruling(rule, Origin.SCOPE, pattern, options.policy.name)
+    return None
+
+
+def primitive_ruling(
+    eqn: JaxprEqn, operands: Sequence[Value], policy: Policy
+) -> Ruling:
+    """The rule of an equation's primitive."""
+    name = eqn.primitive.name
+    rules = policy.primitive_rules
+    if name == "div" and operands[0].follows and not operands[1].follows:
+        name = RECIPROCAL if RECIPROCAL in rules else name
+    rule = rules.get(name)
+    if rule is None:
+        return Ruling(Rule.AS_TRACED, Origin.DEFAULT, name, policy.name)
+    return Ruling(rule, Origin.PRIMITIVE, name, policy.name)
+
+
+def _continues(group: Sequence[_Entry], entry: _Entry) -> bool:
+    """Whether an equation belongs to the call that a group of equations stands in."""
+    first = group[0]
+    if entry.call is None or first.call is None or entry.call.key != first.call.key:
+        return False
+    if entry.scope is not first.scope and entry.scope != first.scope:
+        return False
+    # Back at the first instruction: the call was made anew, as in a Python loop. What a
+    # jitted function inlines has one and the same frames throughout.
+    return entry.key != first.key or group[-1].key == first.key
+
+
+def _order(slot: int, dtype: Any) -> tuple[int, str]:
+    return slot, dtype.name

@@ -1,0 +1,21 @@
+"""shard_map: the body is planned anew; mesh and specs are kept."""
+
+from __future__ import annotations
+
+from jamp._plan.equation import Equation, closed
+from jamp._plan.plan import ShardMap
+from jamp._plan.rules.registry import structural
+from jamp._plan.values import Value
+
+
+@structural("shard_map")
+def plan_shard_map(equation: Equation) -> list[Value]:
+    """Plans a shard_map, whose body sees shards of its operands."""
+    program = closed(equation.eqn.params["jaxpr"])
+    shards = [
+        Value.of(aval, value.dtype)
+        for aval, value in zip(program.in_avals, equation.operands, strict=True)
+    ]
+    inner = equation.inner(program, shards)
+    equation.note(inner)
+    return equation.add(ShardMap, [inner], inner.dtypes)
