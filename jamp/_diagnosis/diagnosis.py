@@ -83,27 +83,20 @@ class Diagnosis(Findings):
 
     def to_dict(self) -> dict[str, Any]:
         """The diagnosis as numbers, strings, lists and dicts, as JSON takes them."""
-        findings = [asdict(finding) for finding in self.findings]
-        underflows = [asdict(underflow) for underflow in self.underflows]
         return {
             "header": self.header,
             "dtype": self.dtype,
             "healthy": self.healthy,
-            "findings": findings,
+            "findings": list(map(asdict, self.findings)),
             "suggestions": [
                 {"code": s.code, "reason": s.reason, "cured": s.cured}
                 for s in self.suggestions
             ],
             "errors": {label: _finite(error) for label, error in self.errors.items()},
             "gradient_error": _finite(self.gradient_error),
-            "underflows": underflows,
+            "underflows": list(map(asdict, self.underflows)),
             "histograms": [
-                {
-                    "module": histogram.module,
-                    "gradient": histogram.gradient,
-                    "counts": histogram.counts.tolist(),
-                }
-                for histogram in self.histograms
+                {**asdict(h), "counts": h.counts.tolist()} for h in self.histograms
             ],
             "loss_scale": self.loss_scale,
             "scale_window": list(self.scale_window) if self.scale_window else None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,21 +49,18 @@ class Verdict:
         are so, and not the same as under autocast.
       alike: outcomes that are not finite in float32, and the same under autocast. As a
         mask of -inf is, they may be meant.
-      overflowed: outcomes that are not finite, and are in float32.
-      lost: gradients that became zero.
-      wrong: outcomes that are too far from float32's.
+      wrong: outcomes that are not finite, and are in float32; gradients that became
+        zero; and what is too far from float32's for another reason.
     """
 
-    wild: tuple[Outcome, ...] = ()
-    alike: tuple[Outcome, ...] = ()
-    overflowed: tuple[Outcome, ...] = ()
-    lost: tuple[Outcome, ...] = ()
-    wrong: tuple[Outcome, ...] = ()
+    wild: list[Outcome]
+    alike: list[Outcome]
+    wrong: list[Outcome]
 
     @property
     def spoiled(self) -> bool:
         """Whether more is wrong than what is the same in float32."""
-        return bool(self.wild or self.overflowed or self.lost or self.wrong)
+        return bool(self.wild or self.wrong)
 
 
 @dataclass(frozen=True)
@@ -103,29 +100,24 @@ def judge(outcomes: Sequence[Outcome], limit: float) -> Verdict:
     largest = max((outcome.mean for outcome in gradients), default=0.0)
     gradient_wrong = gradient_error(outcomes) > max(limit, GRADIENT_ERROR)
 
-    def select(test: Callable[[Outcome], Any]) -> tuple[Outcome, ...]:
-        return tuple(filter(test, outcomes))
-
     def wrong(outcome: Outcome) -> bool:
-        error = outcome.state.error
+        state, mean = outcome.state, outcome.mean
+        if state.overflowed:
+            return True
         if not outcome.gradient:
-            return error > limit
-        alone = error > ONE_GRADIENT_ERROR and outcome.mean > TINY * largest
-        return gradient_wrong or alone
+            return state.error > limit
+        lost = state.lost > LOST and mean > NEGLIGIBLE * largest
+        alone = state.error > ONE_GRADIENT_ERROR and mean > TINY * largest
+        return lost or alone or gradient_wrong
 
-    def meant(outcome: Outcome) -> bool:
+    def alike(outcome: Outcome) -> bool:
         return not outcome.gradient and outcome.state.wild == outcome.state.alike
 
+    wild = [outcome for outcome in outcomes if outcome.state.wild]
     return Verdict(
-        wild=select(lambda o: o.state.wild and not meant(o)),
-        alike=select(lambda o: o.state.wild and meant(o)),
-        overflowed=select(lambda o: o.state.overflowed),
-        lost=select(
-            lambda o: (
-                o.gradient and o.state.lost > LOST and o.mean > NEGLIGIBLE * largest
-            )
-        ),
-        wrong=select(wrong),
+        wild=[outcome for outcome in wild if not alike(outcome)],
+        alike=[outcome for outcome in wild if alike(outcome)],
+        wrong=[outcome for outcome in outcomes if wrong(outcome)],
     )
 
 
@@ -152,7 +144,7 @@ def find_faults(verdict: Verdict, ledger: Ledger) -> list[Fault]:
     if wild:
         began = [m for m in path_to(wild) if m.statistics.wild_began]
         faults.append(Fault("float32", began[0] if began else None))
-    path = path_to((*verdict.overflowed, *verdict.lost, *verdict.wrong))
+    path = path_to(verdict.wrong)
     overflowed = [m for m in path if m.statistics.began]
     if overflowed:
         found: dict[Any, Fault] = {}

@@ -52,11 +52,6 @@ def in_module(path: Path, modules: Mapping[int, Path]) -> Path:
     return (*module, *(key for key in path[1:] if key != _VALUE))
 
 
-def argument_of(path: Path) -> int | None:
-    """Which positional argument a path leads into."""
-    return path[1].idx if path[0] == "args" else None
-
-
 def label_of(path: Path) -> str:
     """A path as the user writes it."""
     root, keys = path[0], path[1:]

@@ -19,7 +19,6 @@ from jamp._diagnosis.measure import Pair, State, state_of
 from jamp._diagnosis.paths import (
     ModulePaths,
     Path,
-    argument_of,
     find_paths,
     in_module,
     label_of,
@@ -108,7 +107,9 @@ class Subject:
         differentiated = tuple(
             slot
             for slot, path in enumerate(paths)
-            if argument_of(path) in chosen and _is_floating(leaves[slot])
+            if path[0] == "args"
+            and path[1].idx in chosen
+            and _is_floating(leaves[slot])
         )
         labels = list(map(label_of, paths))
         return cls(call.fn, leaves, tree, labels, differentiated, has_aux, modules)
