@@ -10,7 +10,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from jamp import _origin
+from jamp import _trace
 from jamp._compat import frames
 from jamp._diagnosis.examine import Examination, scale_window
 from jamp._diagnosis.judge import Fault
@@ -25,8 +25,6 @@ HEADROOM = 4.0
 # A rule that takes more than this share of the 16-bit results, or of the matmuls, back
 # to float32 is a last resort.
 BROAD = 0.75
-
-_TRACE = str(Path(_origin.__file__).with_name("_trace.py"))
 
 
 @dataclass(frozen=True)
@@ -161,7 +159,7 @@ def _codes(output: Output) -> tuple[list[CodeType], CodeType | None]:
     for eqn in output.eqns:
         found = frames(eqn)
         for code in () if found is None else found[0]:
-            if code.co_filename == _TRACE:
+            if code.co_filename == _trace.__file__:
                 break
             codes.append(code)
     users = [code for code in codes if is_users(code.co_filename)]
