@@ -103,5 +103,5 @@ def test_a_primitive_has_one_rule():
 
 
 def test_a_kind_of_action_is_emitted_in_one_place():
-    with pytest.raises(ValueError, match="Cast is emitted already"):
+    with pytest.raises(ValueError, match="is emitted already: _emit_cast"):
         emitter.emits(emitter.Cast)(lambda running, action, arrays: [])

@@ -21,15 +21,15 @@ from jamp._compat import CustomVJPException
 from jamp._emit.binding import convert
 from jamp._emit.emitter import Emitter, emit, emits
 from jamp._plan.derivative_rules import call_of, differentiable, trace_jvp, trace_vjp
-from jamp._plan.plan import CustomJvp, CustomVjp, CustomVmap, Plan, Structural
+from jamp._plan.plan import Plan, Structural
 from jamp._plan.planner import plan_program
 from jamp._plan.values import Value
 from jamp._regions import tracing
 
 
-@emits(CustomJvp)
+@emits("custom_jvp_call")
 def emit_custom_jvp(
-    emitter: Emitter, action: CustomJvp, arrays: list[Any]
+    emitter: Emitter, action: Structural, arrays: list[Any]
 ) -> Sequence[Any]:
     """Emits a function whose rule gives tangents."""
     (inner,) = action.plans
@@ -49,9 +49,9 @@ def emit_custom_jvp(
     return function(*arrays)
 
 
-@emits(CustomVjp)
+@emits("custom_vjp_call")
 def emit_custom_vjp(
-    emitter: Emitter, action: CustomVjp, arrays: list[Any]
+    emitter: Emitter, action: Structural, arrays: list[Any]
 ) -> Sequence[Any]:
     """Emits a function with a forward and a backward rule."""
     (inner,), eqn, context = action.plans, action.eqn, action.context
@@ -83,9 +83,9 @@ def emit_custom_vjp(
     return results
 
 
-@emits(CustomVmap)
+@emits("custom_vmap_call")
 def emit_custom_vmap(
-    emitter: Emitter, action: CustomVmap, arrays: list[Any]
+    emitter: Emitter, action: Structural, arrays: list[Any]
 ) -> Sequence[Any]:
     """Emits a function with a batching rule."""
     (inner,), eqn, context = action.plans, action.eqn, action.context

@@ -10,25 +10,25 @@ import jax
 from jamp import _dtypes
 from jamp._emit.binding import bind, bind_primitive, convert, convert_all, source_of
 from jamp._lowerings.lower import lowering
-from jamp._plan.plan import Action, Bind, Broadcast, Cast, Plan
+from jamp._plan.plan import Action, Bind, Broadcast, Cast, Plan, Structural
 from jamp._plan.values import Value
 
 Emission = Callable[["Emitter", Any, list[Any]], Sequence[Any]]
 
-_emissions: dict[type[Action], Emission] = {}
+_emissions: dict[type[Action] | str, Emission] = {}
 
 
-def emits(action: type[Action]) -> Callable[[Emission], Emission]:
-    """Registers what emits a kind of action.
+def emits(kind: type[Action] | str) -> Callable[[Emission], Emission]:
+    """Registers what emits a kind of action, or structural equations of a primitive.
 
     Raises:
       ValueError: something does already.
     """
 
     def register(emission: Emission) -> Emission:
-        if action in _emissions:
-            raise ValueError(f"{action.__name__} is emitted already")
-        _emissions[action] = emission
+        if kind in _emissions:
+            raise ValueError(f"{kind} is emitted already: {_emissions[kind].__name__}")
+        _emissions[kind] = emission
         return emission
 
     return register
@@ -57,7 +57,7 @@ class Emitter:
             with source_of(*step.source):
                 for action in step.actions:
                     taken = [read(value) for value in action.operands]
-                    made = _emissions[type(action)](self, action, taken)
+                    made = _emissions[_kind(action)](self, action, taken)
                     for value, array in zip(action.results, made, strict=True):
                         env[value.number] = array
         return [read(value) for value in plan.results]
@@ -80,6 +80,10 @@ class Emitter:
 
             self._programs[key] = jax.make_jaxpr(run)(*avals)
         return self._programs[key]
+
+
+def _kind(action: Action) -> type[Action] | str:
+    return action.kind if isinstance(action, Structural) else type(action)
 
 
 @emits(Cast)

@@ -11,7 +11,7 @@ from jax import lax
 from jamp._compat import scan_counts
 from jamp._emit.binding import convert_all
 from jamp._emit.emitter import Emitter, emits
-from jamp._plan.plan import Scan, While
+from jamp._plan.plan import Structural
 
 
 @jax.custom_jvp
@@ -33,8 +33,8 @@ def _narrowed_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
     return primal, lax.convert_element_type(tangents[0], narrow.dtype)
 
 
-@emits(Scan)
-def emit_scan(emitter: Emitter, action: Scan, arrays: list[Any]) -> Sequence[Any]:
+@emits("scan")
+def emit_scan(emitter: Emitter, action: Structural, arrays: list[Any]) -> Sequence[Any]:
     """Emits a scan."""
     params, slots, (plan,) = action.eqn.params, action.slots, action.plans
     count, num_carry = scan_counts(params)
@@ -61,8 +61,10 @@ def emit_scan(emitter: Emitter, action: Scan, arrays: list[Any]) -> Sequence[Any
     return [*final, *stacked]
 
 
-@emits(While)
-def emit_while(emitter: Emitter, action: While, arrays: list[Any]) -> Sequence[Any]:
+@emits("while")
+def emit_while(
+    emitter: Emitter, action: Structural, arrays: list[Any]
+) -> Sequence[Any]:
     """Emits a while loop."""
     params, (test, body) = action.eqn.params, action.plans
     num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]

@@ -10,11 +10,11 @@ import jax
 from jamp import _dtypes
 from jamp._emit.binding import bind
 from jamp._emit.emitter import Emitter, emits
-from jamp._plan.plan import Checkpoint, Cond, Jit, LinearSolve, ShardMap
+from jamp._plan.plan import Structural
 
 
-@emits(Jit)
-def emit_jit(emitter: Emitter, action: Jit, arrays: list[Any]) -> Sequence[Any]:
+@emits("jit")
+def emit_jit(emitter: Emitter, action: Structural, arrays: list[Any]) -> Sequence[Any]:
     """Emits a jitted function."""
     params, slots = action.eqn.params, action.slots
     # Every parameter that holds an entry per input needs one for the casts too.
@@ -32,8 +32,8 @@ def emit_jit(emitter: Emitter, action: Jit, arrays: list[Any]) -> Sequence[Any]:
     )
 
 
-@emits(Cond)
-def emit_cond(emitter: Emitter, action: Cond, arrays: list[Any]) -> Sequence[Any]:
+@emits("cond")
+def emit_cond(emitter: Emitter, action: Structural, arrays: list[Any]) -> Sequence[Any]:
     """Emits a conditional or switch, whose branches return the same dtypes."""
     branches = tuple(
         emitter.closed(plan, arrays[1:], into=action.dtypes) for plan in action.plans
@@ -41,9 +41,9 @@ def emit_cond(emitter: Emitter, action: Cond, arrays: list[Any]) -> Sequence[Any
     return bind(action.eqn, arrays, branches=branches)
 
 
-@emits(Checkpoint)
+@emits("remat2")
 def emit_checkpoint(
-    emitter: Emitter, action: Checkpoint, arrays: list[Any]
+    emitter: Emitter, action: Structural, arrays: list[Any]
 ) -> Sequence[Any]:
     """Emits a checkpointed function, with its policy."""
     params, (plan,) = action.eqn.params, action.plans
@@ -56,9 +56,9 @@ def emit_checkpoint(
     return results
 
 
-@emits(ShardMap)
+@emits("shard_map")
 def emit_shard_map(
-    emitter: Emitter, action: ShardMap, arrays: list[Any]
+    emitter: Emitter, action: Structural, arrays: list[Any]
 ) -> Sequence[Any]:
     """Emits a shard_map; its body is run anew, because it stands on manual axes."""
     params, (plan,) = action.eqn.params, action.plans
@@ -74,9 +74,9 @@ def emit_shard_map(
     return results
 
 
-@emits(LinearSolve)
+@emits("custom_linear_solve")
 def emit_linear_solve(
-    emitter: Emitter, action: LinearSolve, arrays: list[Any]
+    emitter: Emitter, action: Structural, arrays: list[Any]
 ) -> Sequence[Any]:
     """Emits a linear solve, whose programs return what they did as traced."""
     programs, lengths = (action.eqn.params[n] for n in ("jaxprs", "const_lengths"))

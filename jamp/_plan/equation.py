@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn
@@ -113,30 +113,33 @@ class Equation(NamedTuple):
 
     def add(
         self,
-        action: Callable[..., Structural],
         plans: Sequence[Plan],
         dtypes: Iterable[Any],
         operands: Sequence[Value] | None = None,
         *,
         traits: Sequence[Traits] = (),
-        **more: Any,
+        slots: Sequence[int] = (),
+        kind: str | None = None,
     ) -> list[Value]:
-        """Adds the action of an equation whose programs are planned anew.
+        """Adds an action for the equation, whose programs are planned anew.
 
         Args:
-          action: its kind.
           plans: what is to run for the equation's programs.
           dtypes: those of its results.
           operands: its operands, if they are others by now.
           traits: what is known of its results, if anything.
-          **more: what this kind of action holds beside these.
+          slots: what the last operands are casts of.
+          kind: the primitive that it is emitted as, if it is another one.
 
         Returns:
           Its results.
         """
         results = self.results(dtypes, traits)
         taken = self.operands if operands is None else operands
-        self.plan.add(action(taken, results, self.eqn, plans, self.context, **more))
+        name = kind or self.eqn.primitive.name
+        self.plan.add(
+            Structural(taken, results, self.eqn, plans, self.context, slots, name)
+        )
         return results
 
     def extras(self, inputs: Sequence[Value], inner: Plan) -> list[Value]:

@@ -83,67 +83,19 @@ class Structural(Action):
       context: what holds around it.
       slots: what the last operands are casts of, by position among the inputs of the
         last program, which takes them as further inputs.
+      kind: the primitive that it is emitted as.
     """
 
     eqn: JaxprEqn
     plans: Sequence[Plan]
     context: Context
-    slots: Sequence[int] = ()
+    slots: Sequence[int]
+    kind: str
 
     @property
     def dtypes(self) -> list[Any]:
         """Dtypes of its results."""
         return [value.dtype for value in self.results]
-
-
-@dataclass(frozen=True, eq=False)
-class Jit(Structural):
-    """A jitted function."""
-
-
-@dataclass(frozen=True, eq=False)
-class Scan(Structural):
-    """A scan, whose carry has settled."""
-
-
-@dataclass(frozen=True, eq=False)
-class While(Structural):
-    """A while loop; its programs are the test and the body."""
-
-
-@dataclass(frozen=True, eq=False)
-class Cond(Structural):
-    """A conditional or switch, whose branches meet in the dtypes of its results."""
-
-
-@dataclass(frozen=True, eq=False)
-class CustomJvp(Structural):
-    """A function with a derivative rule of forward mode."""
-
-
-@dataclass(frozen=True, eq=False)
-class CustomVjp(Structural):
-    """A function with derivative rules of reverse mode."""
-
-
-@dataclass(frozen=True, eq=False)
-class CustomVmap(Structural):
-    """A function with a batching rule."""
-
-
-@dataclass(frozen=True, eq=False)
-class Checkpoint(Structural):
-    """A function that is computed again for the backward pass."""
-
-
-@dataclass(frozen=True, eq=False)
-class ShardMap(Structural):
-    """A function of the shards of its operands."""
-
-
-@dataclass(frozen=True, eq=False)
-class LinearSolve(Structural):
-    """A linear solve; what its programs return keeps the dtypes as traced."""
 
 
 @dataclass(frozen=True)

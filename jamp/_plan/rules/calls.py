@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from jamp._plan.equation import Equation, closed
-from jamp._plan.plan import Jit
 from jamp._plan.rules.registry import structural
 from jamp._plan.values import Value
 
@@ -19,7 +18,7 @@ def plan_jit(equation: Equation) -> list[Value]:
         return equation.as_traced(traits=inner.traits)
     taken = [*operands, *equation.extras(operands, inner)]
     dtypes, traits = inner.dtypes, inner.traits
-    return equation.add(Jit, [inner], dtypes, taken, traits=traits, slots=inner.slots)
+    return equation.add([inner], dtypes, taken, traits=traits, slots=inner.slots)
 
 
 @structural("call", "closed_call", "eval_jaxpr", "remat_opt")

@@ -8,7 +8,7 @@ from typing import Any
 from jamp import _dtypes
 from jamp._compat import scan_counts
 from jamp._plan.equation import Equation
-from jamp._plan.plan import Cond, Plan, Scan, While
+from jamp._plan.plan import Plan
 from jamp._plan.records import Conversion
 from jamp._plan.rules.registry import structural
 from jamp._plan.values import Traits, Value
@@ -39,7 +39,6 @@ def plan_scan(equation: Equation) -> list[Value]:
     _note_casts(equation, inner, settled)
     extras = equation.extras(consts, inner)
     return equation.add(
-        Scan,
         [inner],
         [*settled, *inner.dtypes[num_carry:]],
         [*consts, *_in_dtypes(equation, carry, settled), *slices, *extras],
@@ -68,7 +67,6 @@ def plan_while(equation: Equation) -> list[Value]:
     extras = equation.extras(body_consts, inner)
     _note_casts(equation, inner, settled)
     return equation.add(
-        While,
         [test, inner],
         settled,
         [*cond_consts, *body_consts, *_in_dtypes(equation, carry, settled), *extras],
@@ -91,7 +89,7 @@ def plan_cond(equation: Equation) -> list[Value]:
     ]
     for branch in branches:
         _note_casts(equation, branch, dtypes)
-    return equation.add(Cond, branches, dtypes)
+    return equation.add(branches, dtypes)
 
 
 def _note_casts(equation: Equation, inner: Plan, dtypes: Sequence[Any]) -> None:

@@ -14,7 +14,6 @@ import jax
 
 from jamp._plan.derivative_rules import trace_jvp
 from jamp._plan.equation import Equation, closed
-from jamp._plan.plan import Checkpoint, CustomJvp, CustomVjp, CustomVmap
 from jamp._plan.rules.registry import structural
 from jamp._plan.values import Value
 from jamp._regions import holds_region, tracing
@@ -28,7 +27,7 @@ def plan_custom_jvp(equation: Equation) -> list[Value]:
     if not inner.changed and not _changes_rule(equation):
         return equation.as_traced(traits=inner.traits)
     equation.plan.changed = True
-    return equation.add(CustomJvp, [inner], inner.dtypes, traits=inner.traits)
+    return equation.add([inner], inner.dtypes, traits=inner.traits)
 
 
 @structural("custom_vjp_call")
@@ -38,7 +37,7 @@ def plan_custom_vjp(equation: Equation) -> list[Value]:
     equation.note(inner)
     # Whether its rules would change is known only once it is differentiated.
     equation.plan.changed = True
-    return equation.add(CustomVjp, [inner], inner.dtypes, traits=inner.traits)
+    return equation.add([inner], inner.dtypes, traits=inner.traits)
 
 
 @structural("call_hi_primitive")
@@ -54,11 +53,11 @@ def plan_hi_primitive(equation: Equation) -> list[Value]:
     equation.note(inner)
     if not inner.changed:
         return equation.as_traced(traits=inner.traits)
-    action: type[CustomJvp | CustomVjp] = CustomVjp
+    kind = "custom_vjp_call"
     with suppress(NotImplementedError):
         trace_jvp(equation.eqn, equation.context.region)
-        action = CustomJvp
-    return equation.add(action, [inner], inner.dtypes, traits=inner.traits)
+        kind = "custom_jvp_call"
+    return equation.add([inner], inner.dtypes, traits=inner.traits, kind=kind)
 
 
 @structural("custom_vmap_call")
@@ -67,7 +66,7 @@ def plan_custom_vmap(equation: Equation) -> list[Value]:
     inner = equation.inner(equation.eqn.params["call"], equation.operands)
     equation.note(inner)
     equation.plan.changed = True
-    return equation.add(CustomVmap, [inner], inner.dtypes, traits=inner.traits)
+    return equation.add([inner], inner.dtypes, traits=inner.traits)
 
 
 @structural("remat2")
@@ -77,7 +76,7 @@ def plan_checkpoint(equation: Equation) -> list[Value]:
     equation.note(inner)
     if not inner.changed:
         return equation.as_traced(traits=inner.traits)
-    return equation.add(Checkpoint, [inner], inner.dtypes, traits=inner.traits)
+    return equation.add([inner], inner.dtypes, traits=inner.traits)
 
 
 def _changes_rule(equation: Equation) -> bool:

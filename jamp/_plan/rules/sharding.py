@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from jamp._plan.equation import Equation, closed
-from jamp._plan.plan import ShardMap
 from jamp._plan.rules.registry import structural
 from jamp._plan.values import Value
 
@@ -18,4 +17,4 @@ def plan_shard_map(equation: Equation) -> list[Value]:
     ]
     inner = equation.inner(program, shards)
     equation.note(inner)
-    return equation.add(ShardMap, [inner], inner.dtypes)
+    return equation.add([inner], inner.dtypes)

@@ -6,7 +6,7 @@ from itertools import accumulate
 
 from jamp import _dtypes
 from jamp._plan.equation import Equation
-from jamp._plan.plan import LinearSolve, Plan
+from jamp._plan.plan import Plan
 from jamp._plan.records import Conversion
 from jamp._plan.rules.registry import structural
 from jamp._plan.values import Value
@@ -36,4 +36,4 @@ def plan_linear_solve(equation: Equation) -> list[Value]:
     equation.note(*inner)
     dtypes = map(_dtypes.dtype_of, eqn.outvars)
     taken = [*operands[: ends[-1]], *sides]
-    return equation.add(LinearSolve, inner, dtypes, taken)
+    return equation.add(inner, dtypes, taken)
