@@ -11,7 +11,7 @@ import optax
 
 import jamp
 from jamp._equations import equations
-from jamp._report.residuals import Residual, bytes_by_dtype, residuals
+from jamp._explain.residuals import Residual, bytes_by_dtype, residuals
 
 TRANSFORMS = tuple(str(Path(module.__file__).parent) for module in (jax, jamp))
 LIBRARIES = tuple(str(Path(module.__file__).parent) for module in (flax, optax))

@@ -13,15 +13,16 @@ import jax
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from jamp import _dtypes, _nnx, _regions
+from jamp import _dtypes
 from jamp._compat import trace_context, under_trace
 from jamp._emit import emit
 from jamp._errors import AutocastError, AutocastTypeError
 from jamp._lowerings.processor import warn_if_slow
 from jamp._plan.planner import make_plan
-from jamp._policy import Policy
-from jamp._regions import Options
-from jamp._trace import Traced, is_array, trace
+from jamp._policy.policy import Policy
+from jamp._tracing import nnx_modules, regions
+from jamp._tracing.regions import Options
+from jamp._tracing.trace import Traced, is_array, trace
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -73,14 +74,14 @@ class _Transformed:
         self._rewritten: dict[Hashable, _Rewritten] = {}
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
-        outer = _regions.current()
+        outer = regions.current()
         if outer is not None:
-            with _regions.region(self._options):
+            with regions.region(self._options):
                 result = self._fn(*args, **kwargs)
         elif not self._options.enabled:
             result = self._fn(*args, **kwargs)
         else:
-            call = _nnx.prepare(self._fn, args, kwargs)
+            call = nnx_modules.prepare(self._fn, args, kwargs)
             result = call.finish(self._rewrite(call.fn, call.args, call.kwargs))
         return _cast_outputs(result, self._output_dtype)
 
@@ -143,9 +144,9 @@ class Autocast:
         self._entered = threading.local()
         # Wrong arguments are reported where they were written. Defaults wait for the
         # call: a decorator must not make JAX look for its devices.
-        _regions.check_options(*arguments)
+        regions.check_options(*arguments)
         if output_dtype is not None:
-            _regions.check_floating("output_dtype", output_dtype)
+            regions.check_floating("output_dtype", output_dtype)
 
     def __call__(self, fn: Callable[_P, _R]) -> Callable[_P, _R]:
         if isinstance(fn, str):
@@ -171,7 +172,7 @@ class Autocast:
         # Not the attributes: a module is callable and full of them.
         @functools.wraps(fn, updated=())
         def under_autocast(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            options = _regions.make_options(*self._arguments)
+            options = regions.make_options(*self._arguments)
             if options.enabled and options.device_type == "cpu":
                 warn_if_slow(options.dtype)
             if options not in transformed:
@@ -182,10 +183,10 @@ class Autocast:
         return under_autocast
 
     def __enter__(self) -> None:
-        options = _regions.make_options(*self._arguments)
+        options = regions.make_options(*self._arguments)
         stack = ExitStack()
-        if _regions.current() is not None:
-            stack.enter_context(_regions.region(options))
+        if regions.current() is not None:
+            stack.enter_context(regions.region(options))
         elif options.enabled:
             raise AutocastError(
                 "an autocast region takes effect only inside a function under autocast:"
@@ -276,10 +277,10 @@ def is_autocast_enabled(device_type: str | None = None) -> bool:
     Args:
       device_type: a device type; if given, whether the autocast is for that one.
     """
-    options = _regions.current()
+    options = regions.current()
     if options is None or not options.enabled:
         return False
-    return device_type is None or _regions.device_kind(device_type) == (
+    return device_type is None or regions.device_kind(device_type) == (
         options.device_type
     )
 
@@ -291,18 +292,18 @@ def get_autocast_dtype(device_type: str | None = None) -> _dtypes.DType:
       device_type: a device type; by default that of the autocast in force, else the
         backend that JAX uses.
     """
-    options = _regions.current()
+    options = regions.current()
     if options is not None and (
-        device_type is None or _regions.device_kind(device_type) == options.device_type
+        device_type is None or regions.device_kind(device_type) == options.device_type
     ):
         return options.dtype
-    return _regions.make_options(_regions.device_kind(device_type)).dtype
+    return regions.make_options(regions.device_kind(device_type)).dtype
 
 
 def is_autocast_available(device_type: str) -> bool:
     """Whether there is a policy for a device type, whatever devices are attached."""
     try:
-        _regions.device_kind(device_type)
+        regions.device_kind(device_type)
     except AutocastError:
         return False
     return True

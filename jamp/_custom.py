@@ -8,11 +8,12 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 
-from jamp import _dtypes, _regions
+from jamp import _dtypes
 from jamp._autocast import autocast, is_autocast_enabled
 from jamp._errors import AutocastTypeError
-from jamp._regions import check_floating
-from jamp._trace import is_array
+from jamp._tracing import regions
+from jamp._tracing.regions import check_floating
+from jamp._tracing.trace import is_array
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -71,7 +72,7 @@ def custom_fwd(
     """
     dtype = None if cast_inputs is None else check_floating("cast_inputs", cast_inputs)
     if device_type is not None:
-        _regions.device_kind(device_type)
+        regions.device_kind(device_type)
     if fn is None:
         return functools.partial(
             custom_fwd, device_type=device_type, cast_inputs=cast_inputs

@@ -131,13 +131,28 @@ def imported_modules(sources):
     return found
 
 
-def import_circle(sources):
-    """Modules that import each other in a circle, if any."""
+def circle(graph):
+    """Names that lead to each other in a circle, if any do."""
     try:
-        TopologicalSorter(imported_modules(sources)).prepare()
+        TopologicalSorter(graph).prepare()
     except CycleError as error:
         return error.args[1]
     return []
+
+
+def import_circle(sources):
+    """Modules that import each other in a circle, if any."""
+    return circle(imported_modules(sources))
+
+
+def room_circle(sources):
+    """Folders, and modules outside of them, that import each other in a circle."""
+    rooms = {name: ".".join(name.split(".")[:2]) for name in sources}
+    graph = {}
+    for module, imports in imported_modules(sources).items():
+        others = {rooms[other] for other in imports} - {rooms[module]}
+        graph.setdefault(rooms[module], set()).update(others)
+    return circle(graph)
 
 
 def test_every_package_on_disk_is_installed():
@@ -170,9 +185,16 @@ def test_top_level_copy_is_noticed():
     assert top_level_copies({"policies": ...}) == ["policies"]
 
 
-def test_modules_import_each_other_in_no_circle():
-    circle = import_circle(module_sources(ROOT))
-    assert not circle, " <- ".join(circle)
+@pytest.mark.parametrize("find", [import_circle, room_circle])
+def test_modules_and_folders_import_each_other_in_no_circle(find):
+    found = find(module_sources(ROOT))
+    assert not found, " <- ".join(found)
+
+
+def test_a_circle_of_folders_is_noticed():
+    modules = {"p": "", "p.a.x": "import p.b.y", "p.a.z": "", "p.b.y": "import p.a.z"}
+    assert not import_circle(modules)
+    assert {*room_circle(modules)} == {"p.a", "p.b"}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from jaxprs import dtypes, is_float, matmul_dtypes
 from models import MODELS, make_task
 
 import jamp
-from jamp._rule import Rule
+from jamp._policy.rules import Rule
 
 LOW = {"cpu": "bfloat16", "gpu": "float16"}
 # float16 loses gradients below 6e-8; a fixed scale is enough for these models.

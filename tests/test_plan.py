@@ -8,17 +8,17 @@ from jaxprs import equations, traced
 from programs import PROGRAMS
 
 import jamp
-from jamp import _regions
 from jamp._emit import emit, emitter
 from jamp._plan.planner import make_plan
 from jamp._plan.rules.registry import STRUCTURAL, structural
+from jamp._tracing import regions
 
 every_program = pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.name)
 
 
 def plan_of(program, arrays, device="cpu"):
     """The plan of a traced program for a device type."""
-    return make_plan(program, arrays, _regions.make_options(device))
+    return make_plan(program, arrays, regions.make_options(device))
 
 
 def checked(emission):

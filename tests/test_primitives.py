@@ -10,7 +10,7 @@ import jax.lax.linalg
 import pytest
 from jax.extend.core import Primitive
 
-from jamp._plan import primitives
+from jamp import _primitives as primitives
 
 # Those that only one end of the supported releases has.
 ONE_RELEASE = {"call": "0.10", "closed_call": "0.10", "one_minus_square": "0.12"}

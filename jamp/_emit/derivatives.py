@@ -24,7 +24,7 @@ from jamp._plan.derivative_rules import call_of, differentiable, trace_jvp, trac
 from jamp._plan.plan import Plan, Structural
 from jamp._plan.planner import plan_program
 from jamp._plan.values import Value
-from jamp._regions import tracing
+from jamp._tracing.regions import tracing
 
 
 @emits("custom_jvp_call")

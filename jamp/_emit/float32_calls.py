@@ -22,11 +22,11 @@ from jax.extend.core import Literal
 from jax.extend.source_info_util import current_name_stack, user_context
 
 from jamp import _dtypes
+from jamp import _primitives as primitives
 from jamp._compat import INLINE, settings, under_trace
 from jamp._dtypes import FLOAT32
 from jamp._emit.binding import bind
 from jamp._emit.emitter import Emitter, emits
-from jamp._plan import primitives
 from jamp._plan.plan import Float32Call
 from jamp._plan.recomputation import holds
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn, Primitive
 
+from jamp import _primitives as primitives
 from jamp._lowerings.products import lower_product
 from jamp._lowerings.scatters import lower_scatter
-from jamp._plan import primitives
 
 Lowering = tuple[Primitive, dict[str, Any]]
 

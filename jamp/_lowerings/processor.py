@@ -12,7 +12,7 @@ import jax
 
 from jamp._dtypes import FLOAT16, DType
 from jamp._errors import JampWarning
-from jamp._origin import is_users
+from jamp._tracing.origin import is_users
 
 _CPU_INFO = Path("/proc/cpuinfo")
 # Instructions that multiply bfloat16: of x86 processors, and of ARM's.

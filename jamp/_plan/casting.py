@@ -7,7 +7,7 @@ from jamp._dtypes import DType
 from jamp._plan.plan import Cast, Plan
 from jamp._plan.records import Conversion, Record
 from jamp._plan.values import Value
-from jamp._regions import Options
+from jamp._tracing.regions import Options
 
 
 class Caster:

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from jamp._functions import Function
 from jamp._plan.records import Ruling
 from jamp._plan.values import Value
-from jamp._regions import Options, Scope
+from jamp._policy.functions import Function
+from jamp._tracing.regions import Options, Scope
 
 
 class Context(NamedTuple):

@@ -11,13 +11,13 @@ from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes
 from jamp._compat import frames
-from jamp._functions import code_of
 from jamp._plan import intervals
 from jamp._plan.dtypes import Dtypes
 from jamp._plan.equation import Equation
 from jamp._plan.plain import cast_and_bind, plan_plain
 from jamp._plan.values import Value
-from jamp._rule import Rule
+from jamp._policy.functions import code_of
+from jamp._policy.rules import Rule
 
 
 @cache

@@ -13,7 +13,7 @@ from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes
 from jamp._compat import CustomVJPException
-from jamp._regions import Options, tracing
+from jamp._tracing.regions import Options, tracing
 
 
 class VjpRules(NamedTuple):

@@ -9,10 +9,11 @@ from typing import NamedTuple
 from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes
+from jamp import _primitives as primitives
 from jamp._dtypes import FLOAT32, DType
-from jamp._plan import intervals, primitives
+from jamp._plan import intervals
 from jamp._plan.values import Value
-from jamp._rule import Rule
+from jamp._policy.rules import Rule
 
 
 class Dtypes(NamedTuple):

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from jamp import _primitives as primitives
 from jamp._dtypes import DType
-from jamp._plan import primitives
 
 
 class Interval(NamedTuple):

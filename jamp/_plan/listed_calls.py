@@ -10,9 +10,8 @@ from typing import Any
 from jax.extend.core import JaxprEqn, jaxprs_in_params
 
 from jamp import _dtypes
+from jamp import _primitives as primitives
 from jamp._dtypes import FLOAT32, DType
-from jamp._functions import Function
-from jamp._plan import primitives
 from jamp._plan.casting import Caster
 from jamp._plan.context import Context, Environment, read_by
 from jamp._plan.equation import Planner
@@ -29,8 +28,9 @@ from jamp._plan.records import (
     originals,
 )
 from jamp._plan.values import Traits, Value
-from jamp._regions import Options, Scope
-from jamp._rule import Rule
+from jamp._policy.functions import Function
+from jamp._policy.rules import Rule
+from jamp._tracing.regions import Options, Scope
 
 # Inside a call, these rules settle every equation.
 _FORCED = {

@@ -8,10 +8,10 @@ from typing import Any
 from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes
+from jamp import _primitives as primitives
 from jamp._compat import settings
 from jamp._dtypes import FLOAT32, DType
 from jamp._equations import holds_program
-from jamp._plan import primitives
 from jamp._plan.dtypes import Dtypes, choose
 from jamp._plan.equation import Equation
 from jamp._plan.plan import Bind, Broadcast
@@ -19,7 +19,7 @@ from jamp._plan.precision import explicit_precision
 from jamp._plan.records import Origin, Ruling
 from jamp._plan.traits import result_traits
 from jamp._plan.values import Value
-from jamp._rule import Rule
+from jamp._policy.rules import Rule
 
 
 def plan_plain(equation: Equation) -> list[Value]:

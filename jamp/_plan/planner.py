@@ -15,10 +15,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import JaxprEqn
 
-from jamp import _origin
 from jamp._compat import is_plain_array
 from jamp._errors import BannedOpError, JampWarning
-from jamp._functions import Function
 from jamp._plan.casting import Caster
 from jamp._plan.context import Context, Environment
 from jamp._plan.convert import plan_convert
@@ -30,9 +28,11 @@ from jamp._plan.records import Origin, Record, Ruling
 from jamp._plan.rules import STRUCTURAL
 from jamp._plan.rules.registry import StructuralRule
 from jamp._plan.values import Value
-from jamp._policy import Policy
-from jamp._regions import Options, Scope
-from jamp._rule import RECIPROCAL, Rule
+from jamp._policy.functions import Function
+from jamp._policy.policy import Policy
+from jamp._policy.rules import RECIPROCAL, Rule
+from jamp._tracing import origin
+from jamp._tracing.regions import Options, Scope
 
 
 def make_plan(program: Any, arrays: Sequence[Any], options: Options) -> Plan:
@@ -62,8 +62,8 @@ class _Entry(NamedTuple):
     eqn: JaxprEqn
     scope: Scope
     user: Ruling | None = None
-    call: _origin.Call | None = None
-    key: _origin.FrameKey | None = None
+    call: origin.Call | None = None
+    key: origin.FrameKey | None = None
 
 
 @lru_cache(maxsize=256)
@@ -181,12 +181,12 @@ class _Planner:
         user = user_ruling(scope)
         if user is not None or context.forced is not None:
             return _Entry(eqn, scope, user)
-        key = _origin.frame_key(eqn)
+        key = origin.frame_key(eqn)
         if key is None:
             self._warn_no_traceback()
             return _Entry(eqn, scope)
         listed = functions(scope.options.policy, len(sys.modules))
-        for call in _origin.calls(key, listed):
+        for call in origin.calls(key, listed):
             if call.function not in context.inside:
                 return _Entry(eqn, scope, None, call, key)
         return _Entry(eqn, scope)
@@ -244,7 +244,7 @@ class _Planner:
     def _where(self, eqn: JaxprEqn) -> str:
         """The user's line that led to an equation, or to the call it is inside."""
         for outer in (eqn, *reversed(self._callers)):
-            found = _origin.location(outer)
+            found = origin.location(outer)
             if found is not None:
                 return str(found)
         return "unknown location"

@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, jaxprs_in_params
 
 from jamp import _dtypes
-from jamp._plan import primitives
+from jamp import _primitives as primitives
 
 _DEFAULT = (None, jax.lax.Precision.DEFAULT)
 

@@ -8,8 +8,8 @@ from typing import Any
 from jax.extend.core import JaxprEqn, jaxprs_in_params
 
 from jamp import _dtypes
+from jamp import _primitives as primitives
 from jamp._dtypes import FLOAT32
-from jamp._plan import primitives
 
 
 def runs_in_float32(eqns: Sequence[JaxprEqn]) -> bool:

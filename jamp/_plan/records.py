@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes
+from jamp import _primitives as primitives
 from jamp._dtypes import DType
-from jamp._functions import Function
-from jamp._origin import Location, location
-from jamp._plan import primitives
-from jamp._rule import Rule
+from jamp._policy.functions import Function
+from jamp._policy.rules import Rule
+from jamp._tracing.origin import Location, location
 
 
 class Origin(enum.Enum):

@@ -8,10 +8,11 @@ from typing import Any
 from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes
-from jamp._plan import intervals, primitives
+from jamp import _primitives as primitives
+from jamp._plan import intervals
 from jamp._plan.casting import Caster
 from jamp._plan.values import Traits, Value
-from jamp._rule import Rule
+from jamp._policy.rules import Rule
 
 
 def result_traits(

@@ -16,7 +16,7 @@ from jamp._plan.derivative_rules import trace_jvp
 from jamp._plan.equation import Equation, closed
 from jamp._plan.rules.registry import structural
 from jamp._plan.values import Value
-from jamp._regions import holds_region, tracing
+from jamp._tracing.regions import holds_region, tracing
 
 
 @structural("custom_jvp_call")

@@ -1,0 +1,274 @@
+"""`python -m jamp`: what autocast would do here or does with a function; policies."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jamp import Diagnosis, Policy, Report, __version__, diagnose, explain
+from jamp._cli.target import load_function, load_inputs, users_code
+from jamp._errors import JampError
+from jamp._lowerings.processor import multiplies_bfloat16
+from jamp._policy.rules import RULE_NAMES
+from jamp._tracing.regions import device_kind
+
+_BFLOAT16 = {
+    True: "has instructions for it",
+    False: "has no instructions for it (AVX512-BF16 or AMX): 16 bits save no time",
+    None: "not known",
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+      arguments: what stands after `python -m jamp`; by default the process's own.
+
+    Returns:
+      The exit code: 0; 1 if `policy --diff` found a difference or `diagnose` a fault;
+      2 for an error of the user's.
+    """
+    chosen = _parser().parse_args(arguments)
+    try:
+        lines, code = chosen.run(chosen)
+    except (JampError, OSError) as error:
+        sys.stderr.write(f"jamp: {error}\n")
+        return 2
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    return int(code)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jamp", description="Automatic mixed precision for JAX."
+    )
+    parser.add_argument("--version", action="version", version=f"jamp {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    info = commands.add_parser(
+        "info",
+        help="versions, devices, and what autocast would choose here",
+        description="Prints versions, devices, and what autocast would choose here.",
+    )
+    info.set_defaults(run=_info)
+    policy = commands.add_parser(
+        "policy",
+        help="print a policy, check a file, or compare two",
+        description="Prints a policy, rule by rule. A file that is no policy is an "
+        "error that names the line at fault.",
+    )
+    policy.add_argument(
+        "source",
+        nargs="?",
+        help="gpu, cpu, tpu or the path of a TOML file; by default that of the devices",
+    )
+    policy.add_argument(
+        "--diff",
+        metavar="OTHER",
+        help="print what differs from another policy; exit code 1 if anything does",
+    )
+    policy.set_defaults(run=_policy)
+    _add_explain(commands.add_parser)
+    _add_diagnose(commands.add_parser)
+    return parser
+
+
+def _add_explain(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
+    explain = add_parser(
+        "explain",
+        help="what autocast does with a function, and why",
+        description="Prints what autocast does with a function: what runs in which "
+        "dtype, and why. The function is traced, not run; the file that it "
+        "stands in is run, as by import.",
+    )
+    _add_target(explain)
+    explain.add_argument(
+        "--group",
+        choices=("function", "module", "equation"),
+        default="function",
+        help="what a line stands for (default: %(default)s)",
+    )
+    explain.add_argument("--html", metavar="FILE", help="write a page for a browser")
+    explain.add_argument("--json", metavar="FILE", help="write the report as data")
+    explain.set_defaults(run=_explain)
+
+
+def _add_diagnose(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
+    diagnose = add_parser(
+        "diagnose",
+        help="where 16 bits hurt a function, and what to do",
+        description="Runs a function in float32 and under autocast side by side, and "
+        "prints where 16 bits hurt and what would cure it. Exit code 1 if they do.",
+    )
+    _add_target(diagnose)
+    diagnose.add_argument(
+        "--loss-scale",
+        type=float,
+        metavar="SCALE",
+        help="also run the gradient of the function, a loss multiplied by this",
+    )
+    diagnose.add_argument(
+        "--has-aux",
+        action="store_true",
+        help="the function returns a pair of the loss and something else",
+    )
+    diagnose.add_argument(
+        "--argnums",
+        type=int,
+        nargs="+",
+        default=[0],
+        metavar="N",
+        help="which arguments the gradient is taken of (default: 0, the first)",
+    )
+    diagnose.add_argument("--plot", metavar="FILE", help="draw exponents, as PNG")
+    diagnose.add_argument("--json", metavar="FILE", help="write the diagnosis as data")
+    diagnose.set_defaults(run=_diagnose)
+
+
+def _add_target(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "function",
+        help="module:function, as in train:loss_fn, or file.py:function; the module "
+        "is imported, which runs the file",
+    )
+    command.add_argument(
+        "inputs",
+        help="a Python file, run too, that sets args, a tuple of the function's "
+        "arguments, and kwargs, a dict, if wanted",
+    )
+    command.add_argument(
+        "--device-type", help="gpu, cpu or tpu; by default the device that there is"
+    )
+    command.add_argument("--dtype", help="float16 or bfloat16; by default the policy's")
+    command.add_argument("--policy", help="gpu, cpu, tpu or the path of a TOML file")
+
+
+def _info(chosen: argparse.Namespace) -> tuple[list[str], int]:
+    del chosen
+    kind = device_kind(None)
+    packages = {"jamp": __version__, "python": platform.python_version()}
+    for package in ("jax", "jaxlib", "optax", "flax"):
+        try:
+            packages[package] = version(package)
+        except PackageNotFoundError:
+            packages[package] = "not installed"
+    devices = ", ".join(str(device) for device in jax.devices())
+    rows = {
+        **packages,
+        "devices": devices,
+        "policy": kind,
+        "dtype": Policy.load(kind).dtype.name,
+    }
+    if kind == "cpu":
+        rows["bfloat16 on this processor"] = _BFLOAT16[multiplies_bfloat16()]
+    width = max(map(len, rows))
+    return [f"{name:{width}}  {value}" for name, value in rows.items()], 0
+
+
+def _policy(chosen: argparse.Namespace) -> tuple[list[str], int]:
+    policy = Policy.load(chosen.source or device_kind(None))
+    if chosen.diff is None:
+        return list(_printed(policy)), 0
+    lines = list(_compared(policy, Policy.load(chosen.diff)))
+    return lines, bool(lines)
+
+
+def _loaded(chosen: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:
+    """The function, its inputs, and options of autocast."""
+    options = {
+        "device_type": chosen.device_type,
+        "dtype": chosen.dtype,
+        "policy": None if chosen.policy is None else Policy.load(chosen.policy),
+    }
+    return load_function(chosen.function), load_inputs(chosen.inputs), options
+
+
+def _explain(chosen: argparse.Namespace) -> tuple[list[str], int]:
+    function, (args, kwargs), options = _loaded(chosen)
+    with users_code(f"tracing {chosen.function}"):
+        report = explain(function, **options)(*args, **kwargs)
+    if chosen.html is not None:
+        report.save_html(chosen.html)
+    _save_json(chosen.json, report)
+    return [_shown(report, chosen.group)], 0
+
+
+def _shown(report: Report, group: str) -> str:
+    """The report as text; at a terminal in colour and its width, if there is rich."""
+    if group == "function" and sys.stdout.isatty():
+        try:
+            from rich.console import Console
+        except ImportError:
+            return report.text(group)
+        console = Console()
+        with console.capture() as captured:
+            console.print(report)
+        return captured.get().rstrip("\n")
+    return report.text(group)
+
+
+def _diagnose(chosen: argparse.Namespace) -> tuple[list[str], int]:
+    function, (args, kwargs), options = _loaded(chosen)
+    with users_code(f"running {chosen.function}"):
+        diagnosis = diagnose(
+            function,
+            loss_scale=chosen.loss_scale,
+            has_aux=chosen.has_aux,
+            argnums=chosen.argnums,
+            **options,
+        )(*args, **kwargs)
+    if chosen.plot is not None:
+        with users_code(f"drawing {chosen.plot}"):
+            diagnosis.plot(chosen.plot)
+    _save_json(chosen.json, diagnosis)
+    return [diagnosis.text()], not diagnosis.healthy
+
+
+def _save_json(file: str | None, result: Report | Diagnosis) -> None:
+    if file is not None:
+        data = json.dumps(result.to_dict(), indent=2)
+        Path(file).write_text(data + "\n", encoding="utf-8")
+
+
+def _rules(policy: Policy) -> dict[str, str]:
+    """The rule of every entry, by the name that a table gives it."""
+    scopes = {f"scope {pattern!r}": rule for pattern, rule in policy.scopes}
+    functions = {function.name: rule for function, rule in policy.functions}
+    rules = {**dict(policy.primitives), **functions, **scopes}
+    return {name: rule.value for name, rule in rules.items()}
+
+
+def _printed(policy: Policy) -> Iterator[str]:
+    yield f"policy {policy.name}, dtype {policy.dtype.name}"
+    rules = _rules(policy)
+    for rule in RULE_NAMES:
+        names = sorted(name for name, given in rules.items() if given == rule)
+        if names:
+            yield ""
+            yield f"{rule} ({len(names)})"
+            yield from (f"  {name}" for name in names)
+    for unsafe in policy.unsafe:
+        yield ""
+        yield f"unsafe in {unsafe.dtype.name}"
+        yield f"  {', '.join(unsafe.primitives)} of {', '.join(unsafe.of)}"
+
+
+def _compared(one: Policy, other: Policy) -> Iterator[str]:
+    """A line for every entry whose rule differs."""
+    if one.dtype != other.dtype:
+        yield f"dtype: {one.dtype.name} -> {other.dtype.name}"
+    ours, theirs = _rules(one), _rules(other)
+    for name in sorted(ours.keys() | theirs.keys()):
+        old, new = (rules.get(name, "no rule") for rules in (ours, theirs))
+        if old != new:
+            yield f"{name}: {old} -> {new}"
+    if one.unsafe != other.unsafe:
+        yield "unsafe combinations differ"

@@ -1,0 +1,167 @@
+"""The smallest set of changes that cures a program, found by running it again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from jamp._diagnose.examine import Examination, run_again
+from jamp._diagnose.findings import Suggestion
+from jamp._diagnose.judge import Fault
+from jamp._diagnose.program import Settings, Subject
+from jamp._diagnose.suggest import Change, changes_for, last_resorts
+from jamp._policy.functions import Function
+from jamp._tracing.regions import Options
+
+# How many faults are cured one after another, where one change does not cure all.
+ROUNDS = 6
+# How many operations behind the faults are tried, where no change at a fault cures it.
+FURTHER = 8
+
+Examine = Callable[[Settings], Examination]
+
+
+def find_cure(subject: Subject, before: Examination, examine: Examine) -> list[Change]:
+    """Changes that cure a program; none if no cure is found."""
+
+    def cures(changes: Iterable[Change]) -> bool:
+        settings = _applied(before.settings, changes)
+        return not run_again(subject, settings, before).spoiled
+
+    chosen: list[Change] = []
+    examination = before
+    for _ in range(ROUNDS):
+        candidates = _candidates(examination)
+        for change in candidates:
+            if cures([*chosen, change]):
+                return _smallest([*chosen, change], cures)
+        step = _step(examination, candidates, examine)
+        if step is None:
+            break
+        change, examination = step
+        chosen.append(change)
+    further: list[Change] = chosen
+    for change in _further(examination):
+        further = [*further, change]
+        if cures(further):
+            return _smallest(further, cures)
+    for change in last_resorts(before):
+        if cures([change]):
+            return [change]
+    return []
+
+
+def _candidates(examination: Examination) -> list[Change]:
+    """Changes for all faults; what all have in common comes once."""
+    changes = (changes_for(fault, examination) for fault in examination.faults)
+    return list(dict.fromkeys(chain.from_iterable(changes)))
+
+
+def _further(examination: Examination) -> list[Change]:
+    """Changes for what led to the faults, the nearest first."""
+    found: dict[Change, None] = {}
+    for fault in examination.faults:
+        for measured in fault.behind:
+            changes = changes_for(Fault(fault.kind, measured), examination)
+            local = [c for c in changes if c.kind not in ("loss_scale", "primitive")]
+            found.update(dict.fromkeys(local[:1]))
+            if len(found) == FURTHER:
+                return list(found)
+    return list(found)
+
+
+def _step(
+    examination: Examination, candidates: Sequence[Change], examine: Examine
+) -> tuple[Change, Examination] | None:
+    """The first change after which the first fault is gone, and others are left."""
+    # Compiled as a whole, a program rounds otherwise: it may have no fault by now.
+    first = examination.faults[0].measured if examination.faults else None
+    if first is None:
+        return None
+    for change in candidates:
+        if not change.covers(first):
+            continue
+        after = examine(change.apply(examination.settings))
+        left = [f.measured for f in after.faults if f.measured is not None]
+        if (first.location, first.scaled) not in [(m.location, m.scaled) for m in left]:
+            return change, after
+    return None
+
+
+def _smallest(
+    changes: list[Change], cures: Callable[[Iterable[Change]], bool]
+) -> list[Change]:
+    """The changes without those that the others do not need."""
+    for change in changes[:-1]:
+        rest = [other for other in changes if other is not change]
+        if cures(rest):
+            changes = rest
+    return changes
+
+
+def _applied(settings: Settings, changes: Iterable[Change]) -> Settings:
+    for change in changes:
+        settings = change.apply(settings)
+    return settings
+
+
+def suggestions_of(
+    changes: Sequence[Change], settings: Settings, own_policy: bool
+) -> tuple[Suggestion, ...]:
+    """What to write for some changes, which together cure a program.
+
+    `own_policy` is whether the user passed a policy.
+    """
+    found = []
+    rules = [c for c in changes if c.kind in ("function", "scope", "primitive")]
+    if rules:
+        kind = settings.options.device_type
+        base = "policy" if own_policy else f'jamp.Policy.load("{kind}")'
+        reason = "; ".join(change.reason for change in rules)
+        options = {"policy": _applied(settings, rules).options.policy}
+        code = f"policy = {base}{_rules(rules)}\n{_call(settings.options, True)}"
+        found.append(Suggestion(code, reason, True, options))
+    for change in changes:
+        if change.kind == "loss_scale":
+            code = f"scaler = jamp.GradScaler(init_scale={change.value})"
+            found.append(Suggestion(code, change.reason, True, loss_scale=change.value))
+        elif change.kind == "region":
+            file, line = change.value
+            code = (
+                f"with jamp.autocast(enabled=False):  # around {Path(file).name}:{line}"
+            )
+            found.append(Suggestion(code, change.reason, True))
+        elif change.kind == "dtype":
+            code = _call(change.apply(settings).options, own_policy)
+            options = {"dtype": change.value}
+            found.append(Suggestion(code, change.reason, True, options))
+    return tuple(found)
+
+
+def _rules(changes: Sequence[Change]) -> str:
+    entries = [_entry(c.value) for c in changes if c.kind != "scope"]
+    code = f".with_rules(float32=[{', '.join(entries)}])" if entries else ""
+    for change in changes:
+        if change.kind == "scope":
+            code += f'.scoped("{change.value}", "float32")'
+    return code
+
+
+def _call(options: Options, own_policy: bool) -> str:
+    """A call of `jamp.autocast` with these options."""
+    own_dtype = options.dtype != options.policy.dtype
+    dtype = f", dtype=jnp.{options.dtype.name}" if own_dtype else ""
+    policy = ", policy=policy" if own_policy else ""
+    return f'jamp.autocast(fn, device_type="{options.device_type}"{dtype}{policy})'
+
+
+def _entry(value: Any) -> str:
+    if not isinstance(value, Function):
+        return f'"{value}"'
+    found = Function(value.name, required=False).resolve()
+    if found is not None and found is value.resolve():
+        return f'"{value.name}"'
+    # No dotted name leads to the function, so the suggestion names the object.
+    return value.name.rpartition("<locals>.")[2]

@@ -1,0 +1,119 @@
+"""`jamp.Diagnosis`: what `jamp.diagnose` found, as data and as text."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from jamp._diagnose.findings import Findings
+from jamp._diagnose.plot import save_plot
+
+
+@dataclass(frozen=True)
+class Diagnosis(Findings):
+    """What autocast did to the numbers of a program.
+
+    Attributes:
+      header: a line on the autocast and the loss scale.
+      dtype: the 16-bit dtype.
+      findings: the operations at fault: what overflowed in the program's order,
+        other ones by their error, the largest first.
+      suggestions: what cures them; empty if nothing is wrong.
+      errors: the root mean square error of each result, relative to that of its value
+        in float32; inf for one that is not finite. That of a gradient which is only
+        rounding, such as that of a bias in front of BatchNorm, may be large.
+      gradient_error: the error of the gradient as a whole; None without a loss scale.
+      underflows: the operations with the most underflow.
+      histograms: the sizes of 16-bit values, module by module.
+      loss_scale: the loss scale that it was run with.
+      scale_window: the smallest loss scale that keeps nine tenths of the gradients'
+        elements from becoming zero, and the largest that keeps all finite; None without
+        a loss scale, and where gradients are too small or too large to tell.
+    """
+
+    def text(self) -> str:
+        """The diagnosis as text."""
+        lines = [self.header, ""]
+        lines += list(map(str, self.findings)) or [self._health()]
+        if self.suggestions:
+            lines += ["", "to cure it:", *map(str, self.suggestions)]
+        results = {
+            label: error
+            for label, error in self.errors.items()
+            if not label.startswith("gradient")
+        }
+        lines.append("")
+        if results:
+            label = max(results, key=lambda label: results[label])
+            lines.append(f"largest error of a result: {results[label]:.2g} ({label})")
+        if self.gradient_error is not None:
+            lines.append(f"error of the gradient as a whole: {self.gradient_error:.2g}")
+        if self.scale_window:
+            low, high = self.scale_window
+            window = (
+                f"loss scales that fit: {low:g} to {high:g}"
+                if low <= high
+                else f"no loss scale fits all gradients: some want {low:g}, others "
+                f"overflow above {high:g}"
+            )
+            # What else is changed may move the window.
+            other = any(s.loss_scale is None for s in self.suggestions)
+            lines.append(f"before the change, {window}" if other else window)
+        if self.underflows:
+            why = ", which took no result further from float32 than rounding does"
+            head = f"most underflow{why if self.healthy else ''}:"
+            lines += [head, *(f"  {u}" for u in self.underflows)]
+        return "\n".join(lines)
+
+    def _health(self) -> str:
+        """A line on a program without findings."""
+        scale, (low, high) = self.loss_scale, self.scale_window or (0.0, math.inf)
+        if scale is None or low > high or low <= scale <= high:
+            return "healthy: nothing is further from float32 than rounding explains"
+        side = "below" if scale < low else "above"
+        return (
+            f"healthy, but loss scale {scale:g} is {side} those that fit ({low:g} to "
+            f"{high:g})"
+        )
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The diagnosis as numbers, strings, lists and dicts, as JSON takes them."""
+        return {
+            "header": self.header,
+            "dtype": self.dtype,
+            "healthy": self.healthy,
+            "findings": list(map(asdict, self.findings)),
+            "suggestions": [
+                {"code": s.code, "reason": s.reason, "cured": s.cured}
+                for s in self.suggestions
+            ],
+            "errors": {label: _finite(error) for label, error in self.errors.items()},
+            "gradient_error": _finite(self.gradient_error),
+            "underflows": list(map(asdict, self.underflows)),
+            "histograms": [
+                {**asdict(h), "counts": h.counts.tolist()} for h in self.histograms
+            ],
+            "loss_scale": self.loss_scale,
+            "scale_window": list(self.scale_window) if self.scale_window else None,
+        }
+
+    def plot(self, path: str | Path) -> None:
+        """Draws the sizes of activations and gradients beside the dtype's range.
+
+        Args:
+          path: the picture to write; its suffix is its format.
+
+        Raises:
+          ImportError: matplotlib is not installed.
+        """
+        save_plot(self, path)
+
+
+def _finite(number: float | None) -> float | None:
+    """A number as JSON has it: there is no infinity."""
+    return number if number is not None and math.isfinite(number) else None

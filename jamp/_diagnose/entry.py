@@ -1,0 +1,262 @@
+"""`jamp.diagnose`: runs a program in float32 and under autocast, side by side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jamp._diagnose.cure import find_cure, suggestions_of
+from jamp._diagnose.diagnosis import Diagnosis
+from jamp._diagnose.examine import Examination, examine, scale_window
+from jamp._diagnose.findings import (
+    ARGUMENT,
+    Finding,
+    Histogram,
+    Suggestion,
+    Underflow,
+)
+from jamp._diagnose.judge import Fault, error_limit, gradient_error, kind_of
+from jamp._diagnose.ledger import Measured
+from jamp._diagnose.program import Settings, Subject
+from jamp._diagnose.progress import shown
+from jamp._diagnose.suggest import Change
+from jamp._diagnose.walk import Steps
+from jamp._dtypes import narrow
+from jamp._errors import AutocastError, AutocastTypeError
+from jamp._tracing import regions
+
+# How many operations with underflow are listed.
+_LISTED = 3
+
+
+def diagnose(
+    fn: Callable[..., Any],
+    *,
+    loss_scale: float | None = None,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    progress: bool | None = None,
+    **autocast_options: Any,
+) -> Callable[..., Diagnosis]:
+    """Finds the operations whose numbers autocast spoils, and what cures them.
+
+    Runs the program under autocast and in float32 side by side, operation by operation,
+    through jit, loops, branches, checkpoints and functions with derivative rules. Where
+    results, or gradients, are not what float32 gives, it names the operations in which
+    that began, and looks for the smallest change that cures it, by running the program
+    again.
+
+        print(jamp.diagnose(loss_fn, loss_scale=2.0**15)(params, batch))
+
+    Branches, lengths of loops and integers are those of the run under autocast in both.
+
+    Args:
+      fn: the function, as given to `jamp.autocast`.
+      loss_scale: the factor of the loss, 1 for none; with it, `fn` returns a scalar
+        loss, and its gradient is diagnosed too.
+      argnums: which arguments the gradient is taken of; of `flax.nnx` modules, it is
+        taken of all their floating state.
+      has_aux: whether `fn` returns a pair of the loss and something else.
+      progress: whether to show how far it is, on stderr; by default if that is a
+        terminal.
+      **autocast_options: the options of `jamp.autocast`.
+
+    Returns:
+      A function of the same arguments that returns a `Diagnosis`.
+
+    Raises:
+      AutocastError: an option or a loss scale that there is not, or a gradient is asked
+        for of what is no scalar loss.
+      AutocastTypeError: `fn` is not callable, or there are no arrays to run it on.
+      BannedOpError: the policy bans an operation of the program.
+    """
+    scale = _checked_scale(fn, loss_scale, autocast_options)
+
+    def diagnosed(*args: Any, **kwargs: Any) -> Diagnosis:
+        chosen = () if scale is None else argnums
+        subject = Subject.of(fn, args, kwargs, chosen, has_aux)
+        steps: Steps = {}
+
+        def run(settings: Settings) -> Examination:
+            with shown(progress) as counted:
+                return examine(subject, settings, steps, counted)
+
+        own_policy = autocast_options.get("policy") is not None
+        # Values that are not finite are expected here.
+        with jax.debug_nans(False), jax.debug_infs(False):
+            first = run(Settings(regions.make_named_options(autocast_options), scale))
+            faults, suggestions = _cure(subject, first, run, own_policy)
+        return _diagnosis(subject, first, faults, suggestions)
+
+    return diagnosed
+
+
+def _checked_scale(
+    fn: Any, loss_scale: float | None, autocast_options: Any
+) -> float | None:
+    """The loss scale; raises where an argument of `jamp.diagnose` is wrong."""
+    if not callable(fn):
+        raise AutocastTypeError(f"diagnose takes a function, got {type(fn).__name__}")
+    regions.check_named_options("diagnose", autocast_options)
+    if loss_scale is None:
+        return None
+    try:
+        scale = math.fabs(loss_scale)
+    except TypeError as error:
+        raise AutocastTypeError(
+            f"loss_scale must be a number, got {loss_scale!r}"
+        ) from error
+    limits = jnp.finfo(np.float32)
+    if loss_scale < 0 or not float(limits.tiny) <= scale <= float(limits.max):
+        raise AutocastError(
+            f"loss_scale must be positive and a float32, got {loss_scale}"
+        )
+    return float(loss_scale)
+
+
+def _cure(
+    subject: Subject,
+    first: Examination,
+    run: Callable[[Settings], Examination],
+    own_policy: bool,
+) -> tuple[list[Fault], tuple[Suggestion, ...]]:
+    """The faults that are causes, and what cures them."""
+    faults = first.faults
+    if not faults or any(fault.kind == "float32" for fault in faults):
+        return faults, ()
+    changes = find_cure(subject, first, run)
+    if not changes:
+        return faults, (_by_hand(faults[0]),)
+    causes = _causes(faults, changes)
+    return causes or faults, suggestions_of(changes, first.settings, own_policy)
+
+
+def _causes(faults: list[Fault], changes: list[Change]) -> list[Fault]:
+    """The faults that changes reach; or else also what led to them and is changed."""
+
+    def changed(measured: Measured | None) -> bool:
+        return measured is not None and any(c.covers(measured) for c in changes)
+
+    causes = [fault for fault in faults if changed(fault.measured)]
+    if causes:
+        return causes
+    behind = [m for fault in faults for m in fault.behind if changed(m)]
+    # The first fault is a finding too, unless it only made an error grow.
+    seen = [fault for fault in faults[:1] if fault.kind != "precision"]
+    return [*seen, *(Fault(kind_of(m), m) for m in behind[:1])]
+
+
+def _by_hand(fault: Fault) -> Suggestion:
+    location = fault.measured.location if fault.measured else None
+    code = f"# change {location or 'the program'}"
+    reason = (
+        "no rule cures this: the program itself computes there in 16 bits, or on values"
+        " that do not fit; keep them in float32, or scale them"
+    )
+    return Suggestion(code, reason, False)
+
+
+def _diagnosis(
+    subject: Subject,
+    first: Examination,
+    faults: Sequence[Fault],
+    suggestions: tuple[Suggestion, ...],
+) -> Diagnosis:
+    options, scale = first.settings.options, first.settings.loss_scale
+    scaled = "" if scale is None else f", loss scale {scale:g}"
+    return Diagnosis(
+        header=(
+            f"autocast on {options.device_type} to {options.dtype.name}, policy "
+            f"{options.policy.name}{scaled}"
+        ),
+        dtype=options.dtype.name,
+        findings=tuple(_finding(fault, subject) for fault in faults),
+        suggestions=suggestions,
+        errors={outcome.label: outcome.error for outcome in first.outcomes},
+        gradient_error=None if scale is None else gradient_error(first.outcomes),
+        underflows=_underflows(first.measured),
+        histograms=_histograms(first.measured),
+        loss_scale=scale,
+        scale_window=scale_window(first),
+    )
+
+
+def _finding(fault: Fault, subject: Subject) -> Finding:
+    if fault.measured is None:
+        named = ", ".join(subject.not_finite())
+        what = f"argument {named}" if named else "an argument or a constant"
+        message = f"{what} is not finite, so that float32 is not finite either"
+        return Finding(fault.kind, ARGUMENT, "", None, "", False, None, message)
+    measured = fault.measured
+    return Finding(
+        kind=fault.kind,
+        operation=measured.primitive,
+        dtype=measured.dtype.name,
+        location=measured.location,
+        scope="/".join(measured.scope),
+        gradient=measured.scaled,
+        iteration=measured.statistics.first,
+        message=_message(fault.kind, measured),
+    )
+
+
+def _message(kind: str, measured: Measured) -> str:
+    found, name, dtype = measured.statistics, measured.primitive, measured.dtype.name
+    cast = name == "convert_element_type"
+    what = f"a cast to {dtype}" if cast else f"{name} in {dtype}"
+    what += " of the gradient" if measured.scaled else ""
+    if kind == "float32":
+        return f"float32 is not finite either, from {name} on"
+    if kind == "overflow":
+        largest = float(jnp.finfo(dtype).max)
+        when = "" if found.first is None else f", first in iteration {found.first}"
+        return (
+            f"{what} is not finite: it reaches {found.largest:.3g}, {dtype} holds "
+            f"{largest:.3g}{when}"
+        )
+    if kind == "underflow":
+        zero, small = found.flushed / found.nonzero, found.subnormal / found.nonzero
+        return f"{what} makes {zero:.0%} of it zero and {small:.0%} subnormal"
+    explained = found.error <= error_limit(dtype, 0)
+    grows = ", which later operations amplify" if explained else ""
+    return f"{what} has a relative error of {found.error:.2g}{grows}"
+
+
+def _underflows(measured: Sequence[Measured]) -> tuple[Underflow, ...]:
+    found = [
+        Underflow(
+            m.primitive,
+            m.location,
+            m.statistics.flushed / m.statistics.nonzero,
+            m.statistics.subnormal / m.statistics.nonzero,
+        )
+        for m in measured
+        if narrow(m.dtype)
+        and m.statistics.flushed + m.statistics.subnormal
+        and kind_of(m, share=0.0) == "underflow"
+    ]
+    found.sort(key=lambda underflow: -underflow.flushed - underflow.subnormal)
+    return tuple(found[:_LISTED])
+
+
+def _histograms(measured: Sequence[Measured]) -> tuple[Histogram, ...]:
+    counts: dict[tuple[str, bool], Any] = {}
+    for m in measured:
+        if narrow(m.dtype):
+            key = (_module(m), m.scaled)
+            counts[key] = counts.get(key, 0) + m.statistics.exponents
+    return tuple(
+        Histogram(module, gradient, np.asarray(count))
+        for (module, gradient), count in counts.items()
+    )
+
+
+def _module(measured: Measured) -> str:
+    if measured.scope:
+        return "/".join(measured.scope)
+    return measured.location.function if measured.location else "unknown"

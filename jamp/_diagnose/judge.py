@@ -1,0 +1,234 @@
+"""What counts as a fault: thresholds, and the operations in which faults began."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from jamp import _primitives as primitives
+from jamp._diagnose.ledger import Ledger, Measured
+from jamp._diagnose.measure import LOWEST_EXPONENT
+from jamp._diagnose.program import Outcome
+from jamp._dtypes import narrow
+
+# The error of independent roundings grows with the root of their number. An error of
+# more than this many times that is not explained by rounding.
+ROUNDINGS = 2.0
+# A short program is allowed the error of at least this many, for cancellations.
+FEWEST_ROUNDINGS = 64
+# Healthy networks have errors of a tenth: rounding decides ties in ReLU and max pooling
+# otherwise, and with them which elements a gradient reaches.
+GRADIENT_ERROR = 0.25
+# One gradient among others is wrong if it is this far off, and not tiny: larger than
+# this share of the largest one.
+ONE_GRADIENT_ERROR = 0.5
+TINY = 1e-3
+# A gradient is lost if elements that became zero held more than this share of it ...
+LOST = 0.1
+# ... unless all of it is smaller than this, beside the largest one: of what the loss
+# does not depend on, such as a bias in front of a normalization, it is rounding only.
+NEGLIGIBLE = 1e-5
+# A result has underflowed if more than this share of its elements is in float32 below
+# the dtype's normal numbers.
+UNDERFLOWED = 0.5
+# Of the operations that introduced an error, those with at least this share of what the
+# worst of them introduced.
+SUSPECT = 0.5
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is wrong with the outcomes of a program.
+
+    Attributes:
+      wild: gradients that are not finite in float32 either, and other outcomes that
+        are so, and not the same as under autocast.
+      alike: outcomes that are not finite in float32, and the same under autocast. As a
+        mask of -inf is, they may be meant.
+      wrong: outcomes that are not finite, and are in float32; gradients that became
+        zero; and what is too far from float32's for another reason.
+    """
+
+    wild: list[Outcome]
+    alike: list[Outcome]
+    wrong: list[Outcome]
+
+    @property
+    def spoiled(self) -> bool:
+        """Whether more is wrong than what is the same in float32."""
+        return bool(self.wild or self.wrong)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """An operation in which something went wrong.
+
+    Attributes:
+      kind: `'overflow'`, `'underflow'`, `'precision'` or `'float32'`.
+      measured: the operation; None if an argument or a constant is not finite.
+      behind: the operations in 16 bits that led to it, nearest first.
+    """
+
+    kind: str
+    measured: Measured | None
+    behind: tuple[Measured, ...] = ()
+
+
+def error_limit(dtype: Any, roundings: int) -> float:
+    """The largest relative error that rounding explains."""
+    unit = float(jnp.finfo(dtype).eps)
+    return ROUNDINGS * unit * math.sqrt(max(roundings, FEWEST_ROUNDINGS))
+
+
+def gradient_error(outcomes: Sequence[Outcome]) -> float:
+    """The relative error of all gradients together, as of one vector."""
+    gradients = [outcome for outcome in outcomes if outcome.gradient]
+    power = sum(outcome.power for outcome in gradients)
+    error = sum(
+        outcome.power * outcome.error**2 for outcome in gradients if outcome.power
+    )
+    return math.sqrt(error / power) if power else 0.0
+
+
+def judge(outcomes: Sequence[Outcome], limit: float) -> Verdict:
+    """Which outcomes of a program are wrong."""
+    gradients = [outcome for outcome in outcomes if outcome.gradient]
+    largest = max((outcome.mean for outcome in gradients), default=0.0)
+    gradient_wrong = gradient_error(outcomes) > max(limit, GRADIENT_ERROR)
+
+    def wrong(outcome: Outcome) -> bool:
+        state, mean = outcome.state, outcome.mean
+        if state.overflowed:
+            return True
+        if not outcome.gradient:
+            return state.error > limit
+        lost = state.lost > LOST and mean > NEGLIGIBLE * largest
+        alone = state.error > ONE_GRADIENT_ERROR and mean > TINY * largest
+        return lost or alone or gradient_wrong
+
+    def alike(outcome: Outcome) -> bool:
+        return not outcome.gradient and outcome.state.wild == outcome.state.alike
+
+    wild = [outcome for outcome in outcomes if outcome.state.wild]
+    return Verdict(
+        wild=[outcome for outcome in wild if not alike(outcome)],
+        alike=[outcome for outcome in wild if alike(outcome)],
+        wrong=[outcome for outcome in outcomes if wrong(outcome)],
+    )
+
+
+def kind_of(measured: Measured, share: float = UNDERFLOWED) -> str:
+    """The kind of fault of an operation that did not overflow.
+
+    It has underflowed if more than a share of its elements is too small.
+    """
+    found = measured.statistics
+    # Only small numbers underflow; a difference may be zero for another reason.
+    lowest = int(jnp.finfo(measured.dtype).minexp)
+    small = found.exponents[: max(0, lowest - LOWEST_EXPONENT)].sum()
+    return "underflow" if small > share * found.nonzero else "precision"
+
+
+def find_faults(verdict: Verdict, ledger: Ledger) -> list[Fault]:
+    """The operations that are at fault."""
+
+    def path_to(outcomes: Sequence[Outcome]) -> list[Measured]:
+        return ledger.led_to(n for outcome in outcomes for n in outcome.producers)
+
+    faults: list[Fault] = []
+    wild = verdict.wild if verdict.spoiled else verdict.alike
+    if wild:
+        began = [m for m in path_to(wild) if m.statistics.wild_began]
+        faults.append(Fault("float32", began[0] if began else None))
+    path = path_to(verdict.wrong)
+    overflowed = [m for m in path if m.statistics.began]
+    if overflowed:
+        found: dict[Any, Fault] = {}
+        for measured in _one_per_line(overflowed):
+            fault = _overflow(measured, ledger)
+            found.setdefault(_line(fault.measured), fault)
+        faults += found.values()
+    else:
+        suspects = [_beginning(m, ledger) for m in _suspects(path)]
+        faults += [Fault(kind_of(m), m) for m in _one_per_line(suspects)]
+    return [replace(fault, behind=_behind(fault, ledger)) for fault in faults]
+
+
+def _behind(fault: Fault, ledger: Ledger) -> tuple[Measured, ...]:
+    """The operations in 16 bits that led to a fault, nearest first, one per line."""
+    if fault.measured is None:
+        return ()
+    found = ledger.behind(fault.measured)
+    return tuple(_one_per_line([m for m in found if narrow(m.dtype)]))
+
+
+def _beginning(found: Measured, ledger: Ledger) -> Measured:
+    """The operation behind one that only passes an error on, or amplifies it."""
+    while _passes_on(found):
+        wrong = [m for m in ledger.operands(found) if m.statistics.error]
+        if len(wrong) != 1:
+            break
+        found = wrong[0]
+    return found
+
+
+def _passes_on(measured: Measured) -> bool:
+    """Whether an operation rounds by far less than its result is wrong."""
+    found = measured.statistics
+    if found.introduced != found.introduced_once:
+        # In a loop, the carry may have brought the error.
+        return False
+    if not narrow(measured.dtype) or not found.introduced:
+        return True
+    exact = ROUNDINGS * float(jnp.finfo(measured.dtype).eps)
+    return (
+        measured.primitive in primitives.FUNCTIONS
+        and kind_of(measured) == "precision"
+        and found.error > exact
+    )
+
+
+def _suspects(path: Sequence[Measured]) -> list[Measured]:
+    """The operations in which most of an error began, the worst first."""
+    worst = max((m.statistics.blame for m in path), default=0.0)
+    found = [m for m in path if m.statistics.blame >= SUSPECT * worst > 0]
+    return sorted(found, key=lambda m: -m.statistics.blame)
+
+
+def _overflow(measured: Measured, ledger: Ledger) -> Fault:
+    """The fault behind a result that is not finite.
+
+    A result that the dtype could hold is not finite because of an operand: one that
+    became zero and is divided by, or one that was negative by its error only.
+    """
+    if measured.statistics.largest > float(jnp.finfo(measured.dtype).max):
+        return Fault("overflow", measured)
+    cause, zeros = measured, [measured]
+    while zeros:
+        cause = zeros[0]
+        zeros = [m for m in ledger.operands(cause) if m.statistics.flushed]
+    if cause is not measured:
+        # A single zero that is divided by is a fault.
+        return Fault(kind_of(cause, share=0.0), cause)
+    suspects = _suspects(sorted(ledger.behind(measured), key=lambda m: m.number))
+    if not suspects:
+        return Fault("overflow", measured)
+    return Fault(kind_of(suspects[0]), suspects[0])
+
+
+def _one_per_line(found: Sequence[Measured]) -> list[Measured]:
+    """The first of each line and module, forward and backward."""
+    first: dict[Any, Measured] = {}
+    for measured in found:
+        first.setdefault(_line(measured), measured)
+    return list(first.values())
+
+
+def _line(measured: Measured | None) -> Any:
+    if measured is None:
+        return None
+    return measured.location, measured.scope, measured.scaled

@@ -1,0 +1,253 @@
+"""The operations of a report, and the figures that are counted from them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from jax.extend.core import JaxprEqn, jaxprs_in_params
+
+from jamp import _dtypes
+from jamp import _primitives as primitives
+from jamp._plan.records import Entry, Origin, Record
+from jamp._plan.rules import STRUCTURAL
+from jamp._policy.rules import Rule
+from jamp._tracing.origin import Location, location
+from jamp._tracing.regions import Options, Scope
+
+_LOW = frozenset(dtype.name for dtype in _dtypes.LOW_DTYPES)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One equation of a program, with how often it runs.
+
+    Attributes:
+      record: what was decided for it.
+      times: the product of the lengths of the scans that it stands in.
+    """
+
+    record: Record
+    times: int = 1
+
+    @cached_property
+    def location(self) -> Location | None:
+        """The user's line that led to it."""
+        return self.record.location
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """The modules that it stands in, or the user's function if in none."""
+        if self.record.scope or self.location is None:
+            return self.record.scope
+        return (f"{self.location.function}()",)
+
+    @property
+    def function(self) -> str | None:
+        """The listed function that it is part of, if it is."""
+        function = self.record.ruling.function
+        return function.name if function else None
+
+    @property
+    def entry(self) -> str:
+        """That function, or the primitive."""
+        return self.function or self.record.primitive
+
+    @property
+    def matmul(self) -> bool:
+        """Whether it is a matmul or a convolution."""
+        return self.record.primitive in primitives.MATMULS
+
+    @property
+    def decided(self) -> bool:
+        """Whether anything was: not of a call that casts nothing and is not listed."""
+        record = self.record
+        call = record.primitive in STRUCTURAL and not record.casts
+        return not call or self.function is not None
+
+    @property
+    def unknown(self) -> bool:
+        """Whether it ran as traced because the policy does not know it."""
+        return self.record.ruling.origin is Origin.DEFAULT
+
+    @property
+    def uncast(self) -> str | None:
+        """The dtype that keeps a matmul from its rule, as complex numbers do."""
+        if self.record.ruling.rule is Rule.LOWER and self.matmul:
+            for dtype in self.record.operands[:2]:
+                if not _dtypes.eligible(dtype):
+                    return str(dtype)
+        return None
+
+    @property
+    def reason(self) -> str:
+        """Where its rule comes from, or why the rule changes nothing."""
+        if self.uncast is not None:
+            return f"{self.uncast} is not cast"
+        return self.record.ruling.source
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations, of matmuls and convolutions only."""
+        return self.record.flops * self.times
+
+    @cached_property
+    def result_bytes(self) -> Counter[str]:
+        """Bytes of its results by dtype; none of a call, whose program counts."""
+        found: Counter[str] = Counter()
+        name = self.record.primitive
+        if name in STRUCTURAL or name == "convert_element_type":
+            return found
+        results = zip(self.record.eqn.outvars, self.record.results, strict=True)
+        for var, dtype in results:
+            if hasattr(dtype, "itemsize"):
+                size = elements(_dtypes.shape_of(var))
+                found[str(dtype)] += size * dtype.itemsize * self.times
+        return found
+
+    @property
+    def cast_bytes(self) -> int:
+        """Bytes that the conversions inserted for it read and write."""
+        return self.times * sum(
+            elements(cast.shape) * (cast.source.itemsize + cast.target.itemsize)
+            for cast in self.record.casts
+        )
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Operations, and what is counted of them.
+
+    Counted is the program as JAX traces it, before XLA fuses operations. What stands in
+    a scan counts once for each iteration, and in a `shard_map` once for each device;
+    the body of a while loop counts once, because nothing tells how often it runs, and
+    of a conditional every branch counts. The insides of what autocast leaves alone,
+    such as Pallas kernels, do not count.
+
+    Attributes:
+      operations: the equations, those of inner programs included.
+    """
+
+    operations: tuple[Operation, ...]
+
+    @property
+    def matmuls(self) -> tuple[Operation, ...]:
+        """The matmuls and convolutions."""
+        return tuple(op for op in self.operations if op.matmul)
+
+    @cached_property
+    def flops(self) -> float:
+        """Floating-point operations of all matmuls and convolutions."""
+        return sum(op.flops for op in self.operations)
+
+    @cached_property
+    def low_flop_share(self) -> float:
+        """Share, from 0 to 1, of those operations that run on 16-bit operands."""
+        low = sum(op.flops for op in self.operations if op.record.low)
+        return low / self.flops if self.flops else 0.0
+
+    @cached_property
+    def result_bytes(self) -> dict[str, int]:
+        """Bytes of the results of all operations but conversions, by dtype.
+
+        A result that is rounded counts in the dtype in which it is handed on.
+        """
+        total: Counter[str] = Counter()
+        for op in self.operations:
+            total.update(op.result_bytes)
+        return dict(sorted(total.items()))
+
+    @property
+    def low_byte_share(self) -> float:
+        """Share, from 0 to 1, of those bytes that are of 16-bit floats."""
+        total = sum(self.result_bytes.values())
+        low = sum(size for name, size in self.result_bytes.items() if name in _LOW)
+        return low / total if total else 0.0
+
+    @property
+    def casts(self) -> int:
+        """Number of conversions that autocast inserted into the program."""
+        return sum(len(op.record.casts) for op in self.operations)
+
+    @cached_property
+    def cast_bytes(self) -> int:
+        """Bytes that these conversions read and write, where XLA fuses none away."""
+        return sum(op.cast_bytes for op in self.operations)
+
+
+@dataclass(frozen=True)
+class Module(Counted):
+    """A module of the program, with all that stands in it.
+
+    Attributes:
+      name: the last part of its path.
+      own: the operations that stand in none of its children.
+      children: the modules inside.
+    """
+
+    name: str
+    own: tuple[Operation, ...]
+    children: tuple[Module, ...]
+
+
+def module_of(name: str, operations: tuple[Operation, ...], depth: int = 0) -> Module:
+    """A module of this name that holds some operations.
+
+    The first `depth` parts of their paths lead to it.
+    """
+    own: list[Operation] = []
+    below: dict[str, list[Operation]] = {}
+    for op in operations:
+        if len(op.path) > depth:
+            below.setdefault(op.path[depth], []).append(op)
+        else:
+            own.append(op)
+    children = (module_of(part, tuple(ops), depth + 1) for part, ops in below.items())
+    return Module(operations, name, tuple(own), tuple(children))
+
+
+def operations(
+    entries: list[Entry], caller: JaxprEqn | None = None, times: int = 1
+) -> Iterator[Operation]:
+    """The operations of some records, in program order."""
+    for entry in entries:
+        if isinstance(entry, Record):
+            yield Operation(replace(entry, caller=caller), times)
+        else:
+            known = caller is None or location(entry.eqn) is not None
+            outer = entry.eqn if known else caller
+            yield from operations(entry.entries, outer, times * _repeats(entry.eqn))
+
+
+def options_inside(program: Any, scope: Scope) -> Iterator[Options]:
+    """The options in force for each operation of a traced program but conversions.
+
+    A conversion of the user's is as written under any options.
+    """
+    for eqn in program.eqns:
+        inside, name = scope.enter(eqn.source_info.name_stack), eqn.primitive.name
+        if name in STRUCTURAL:
+            for inner in jaxprs_in_params(eqn.params):
+                yield from options_inside(inner, inside)
+        elif name != "convert_element_type" and inside.region:
+            yield inside.region
+
+
+def _repeats(eqn: JaxprEqn) -> int:
+    """How often the program that an equation holds runs, as far as can be told."""
+    if eqn.primitive.name == "scan":
+        return int(eqn.params["length"])
+    if eqn.primitive.name == "shard_map":
+        sizes = eqn.params["mesh"].shape
+        return math.prod(sizes[axis] for axis in eqn.params["newly_manual_axes"])
+    return 1
+
+
+def elements(shape: tuple[object, ...]) -> int:
+    """Number of elements; 0 of a shape that is not known."""
+    known = [size for size in shape if isinstance(size, int)]
+    return math.prod(known) if len(known) == len(shape) else 0

@@ -1,0 +1,151 @@
+"""`jamp.explain`: what autocast did with a program, read from its decision records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.extend.core import jaxpr_as_fun
+
+from jamp._emit import emit
+from jamp._explain import data, html, text
+from jamp._explain.figures import Figures
+from jamp._explain.operations import operations, options_inside
+from jamp._explain.residuals import Residuals, residuals_of_call
+from jamp._plan.planner import make_plan
+from jamp._tracing import nnx_modules, regions, trace
+from jamp._tracing.regions import Scope
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+_GROUPS = ("function", "equation", "module")
+
+
+@dataclass(frozen=True, repr=False)
+class Report(Figures):
+    """What runs in which dtype, and why.
+
+    `str` gives it as text, `rich.print` and notebooks show it in colour, and
+    `save_html` makes a page of it.
+
+    Attributes:
+      name: the function's name.
+      options: the options of autocast, with the defaults filled in.
+      regions: those of the enabled regions inside that have others.
+      residuals: what the backward pass keeps, if `explain` was asked for it.
+    """
+
+    def text(self, group: str = "function") -> str:
+        """The report as text.
+
+        Args:
+          group: `'function'` for one line per listed function, module path and user
+            line; `'equation'` for one line per equation; `'module'` for the tree of
+            modules with their figures. The first and the last leave out calls for which
+            nothing was decided. Long names are cut.
+
+        Raises:
+          ValueError: another `group`.
+        """
+        if group not in _GROUPS:
+            *others, last = map(repr, _GROUPS)
+            known = f"{', '.join(others)} or {last}"
+            raise ValueError(f"group must be {known}, got {group!r}")
+        return text.text(self, group)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as data that `json.dumps` takes.
+
+        Returns:
+          A dict with the keys `function`, `device_type`, `dtype`, `policy` and
+          `enabled`; `regions`, each with the last four; `attention`, a
+          list of sentences; `unknown`, the number of equations by primitive;
+          `unused_entries`, each with `kind`, `name`, `rule` and `added`; `figures`:
+          `equations`, `matmuls`, `low_matmuls`, `flops`, `low_flop_share`,
+          `result_bytes` by dtype, `low_byte_share`, `casts` and `cast_bytes`;
+          `residual_bytes`, by dtype under `autocast` and `as_written`, or None;
+          `modules`, a tree of `name`, `figures` and `modules`; and `operations`, one
+          dict per equation: `primitive`, `function`, `rule`, `source`, `scope`, `file`,
+          `line`, dtypes of `operands` and `results`, `times` (how often it runs),
+          `flops`, `result_bytes`, `cast_bytes`, and `casts`, each `from` a dtype `to`
+          another, of a `shape`.
+        """
+        return data.to_dict(self)
+
+    def to_html(self) -> str:
+        """The report as one HTML page, which loads nothing."""
+        return html.page(self)
+
+    def save_html(self, path: str | Path) -> None:
+        """Writes that page to a file, to open in a browser."""
+        Path(path).write_text(self.to_html(), encoding="utf-8")
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def __repr__(self) -> str:
+        return f"<Report of {self.name}: {self.header}>"
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> RenderResult:
+        from jamp._explain.rich import renderables  # rich need not be installed
+
+        return renderables(self)
+
+    def _repr_html_(self) -> str:
+        return html.frame(self)
+
+
+def explain(
+    fn: Callable[..., Any], *, residuals: bool = False, **autocast_options: Any
+) -> Callable[..., Report]:
+    """Explains what `jamp.autocast` does with a function.
+
+    Args:
+      fn: the function, as given to `jamp.autocast`. If it is under autocast itself, its
+        options hold where none are given. If part of it is, as of a training step,
+        `enabled=False` leaves the rest as written.
+      residuals: whether to count too what the forward pass keeps for the backward pass
+        if the floating results are differentiated with respect to the first argument
+        that holds floating arrays. It takes two more traces.
+      **autocast_options: the options of `jamp.autocast`.
+
+    Returns:
+      A function of the same arguments that returns a `Report`. It traces `fn` and
+      computes nothing.
+
+    Raises:
+      AutocastTypeError: an option that `jamp.autocast` does not take.
+    """
+    regions.check_named_options("explain", autocast_options)
+
+    def explained(*args: Any, **kwargs: Any) -> Report:
+        options = regions.make_named_options(autocast_options)
+        call = nnx_modules.prepare(fn, args, kwargs)
+        traced = trace.trace(call.fn, options, call.args, call.kwargs)
+        inside = dict.fromkeys(options_inside(traced.program, Scope((), options)))
+        if not autocast_options and len(inside) == 1:
+            (options,) = inside
+        # The arrays of each argument, in the order of the leaves of (args, kwargs).
+        arguments = [*call.args, *(call.kwargs[name] for name in sorted(call.kwargs))]
+        arrays = [[*filter(trace.is_array, jax.tree.leaves(a))] for a in arguments]
+
+        plan = make_plan(traced.program, [*chain(*arrays)], options)
+        kept = None
+        if residuals:
+            kept = Residuals(
+                autocast=residuals_of_call(lambda *a: emit(plan, a), arrays),
+                as_written=residuals_of_call(jaxpr_as_fun(traced.program), arrays),
+            )
+        name = getattr(fn, "__name__", type(fn).__name__)
+        others = tuple(o for o in inside if o.enabled and o != options)
+        found = tuple(operations(plan.entries))
+        return Report(found, name, options, others, kept)
+
+    return explained

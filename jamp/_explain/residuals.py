@@ -1,0 +1,171 @@
+"""Residuals: what the forward pass of a function keeps for its backward pass."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from itertools import chain
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
+
+from jamp import _primitives as primitives
+from jamp._dtypes import DType
+from jamp._explain.operations import elements
+
+_CALLS = {"jit", "closed_call"}
+
+
+class Residual(NamedTuple):
+    """A buffer that the forward pass leaves for the backward pass.
+
+    Attributes:
+      shape: its shape.
+      dtype: its dtype.
+      eqn: the equation that made it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: DType
+    eqn: JaxprEqn
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return elements(self.shape) * self.dtype.itemsize
+
+
+class Residuals(NamedTuple):
+    """What is kept between the forward and the backward pass, largest first.
+
+    Attributes:
+      autocast: under autocast.
+      as_written: of the function as it is written.
+    """
+
+    autocast: tuple[Residual, ...]
+    as_written: tuple[Residual, ...]
+
+
+def bytes_by_dtype(residuals: Iterable[Residual]) -> dict[str, int]:
+    """Bytes of residuals by dtype."""
+    total: Counter[str] = Counter()
+    for residual in residuals:
+        total[str(residual.dtype)] += residual.nbytes
+    return dict(sorted(total.items()))
+
+
+def residuals(fn: Callable[..., Any], first: Any, *rest: Any) -> tuple[Residual, ...]:
+    """The buffers that differentiating a function at its first argument keeps.
+
+    They are the arrays that the function returned by `jax.vjp` holds. A buffer is
+    counted once, however often it is held, and a reshape, transpose or broadcast of it
+    is the same buffer. Left out are the arguments (parameters, batch), which are there
+    anyway, and what is computed from constants alone; a cast of a parameter is counted.
+    This is what the program asks for: the compiler can keep less, by computing values
+    again. Nothing is computed here.
+
+    Args:
+      fn: the function; its floating results are differentiated.
+      first: its first argument, a pytree of floating arrays or their shapes.
+      *rest: its other arguments.
+    """
+
+    def saved(first: Any, *rest: Any) -> Any:
+        return jax.vjp(lambda value: _floats(fn(value, *rest)), first)[1]
+
+    jaxpr = jax.make_jaxpr(saved)(first, *rest).jaxpr
+    found = {}
+    makers = _Makers(jaxpr)
+    for var in jaxpr.outvars:
+        made = makers.of(var)
+        if isinstance(made, _Made):
+            found[made.call, made.var] = Residual(
+                made.var.aval.shape, made.var.aval.dtype, made.eqn
+            )
+    return tuple(sorted(found.values(), key=lambda residual: -residual.nbytes))
+
+
+def residuals_of_call(
+    fn: Callable[..., Any], arguments: Sequence[Sequence[Any]]
+) -> tuple[Residual, ...]:
+    """Residuals at the first argument that holds floating arrays.
+
+    The function takes all arrays; `arguments` has those of each argument.
+    """
+    start, chosen = 0, {}
+    for group in arguments:
+        chosen = {start + i: a for i, a in enumerate(group) if _is_float(a)}
+        if chosen:
+            break
+        start += len(group)
+
+    def call(first: dict[int, Any], arrays: Sequence[Any]) -> Any:
+        return fn(*(first.get(i, array) for i, array in enumerate(arrays)))
+
+    return residuals(call, chosen, list(chain(*arguments)))
+
+
+def _floats(tree: Any) -> list[Any]:
+    return list(filter(_is_float, jax.tree.leaves(tree)))
+
+
+def _is_float(array: Any) -> bool:
+    return bool(jnp.issubdtype(array.dtype, jnp.floating))
+
+
+class _Made(NamedTuple):
+    """The equation that makes a buffer, and the calls that it stands in."""
+
+    call: tuple[int, ...]
+    var: Any
+    eqn: JaxprEqn
+
+
+class _Makers:
+    """What makes the buffers of one program's variables."""
+
+    def __init__(self, jaxpr: Any, call: tuple[int, ...] = ()):
+        self._jaxpr = jaxpr
+        self._call = call
+        self._inner: dict[int, _Makers] = {}
+
+    @cached_property
+    def _eqns(self) -> dict[Any, JaxprEqn]:
+        return {var: eqn for eqn in self._jaxpr.eqns for var in eqn.outvars}
+
+    @cached_property
+    def _constants(self) -> set[Any]:
+        found: set[Any] = set()
+        for eqn in self._jaxpr.eqns:
+            if all(isinstance(v, Literal) or v in found for v in eqn.invars):
+                found.update(eqn.outvars)
+        return found
+
+    def of(self, var: Any) -> Any:
+        """What makes a variable's buffer, or the input that it is, or None."""
+        while not isinstance(var, Literal) and var not in self._constants:
+            eqn = self._eqns.get(var)
+            if eqn is None:
+                return var
+            if eqn.primitive.name in _CALLS:
+                (program,) = jaxprs_in_params(eqn.params)
+                made = self._called(eqn, program).of(
+                    program.outvars[eqn.outvars.index(var)]
+                )
+                if made not in program.invars:
+                    return made
+                var = eqn.invars[program.invars.index(made)]
+            elif eqn.primitive.name in primitives.VIEWS:
+                var = eqn.invars[0]
+            else:
+                return _Made(self._call, var, eqn)
+        return None
+
+    def _called(self, eqn: JaxprEqn, program: Any) -> _Makers:
+        """The makers of the program that a call runs."""
+        call = (*self._call, id(eqn))
+        return self._inner.setdefault(id(eqn), _Makers(program, call))

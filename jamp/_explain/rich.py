@@ -1,0 +1,77 @@
+"""A report in the terminal, by rich, which need not be installed for anything else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from jamp._explain.figures import Figures
+from jamp._explain.operations import Module
+from jamp._explain.rows import Row, rows
+from jamp._explain.text import FIGURES, figures, summary
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_STYLES = {"f16": "cyan", "bf16": "green", "f32": "yellow", "f64": "red"}
+
+
+def renderables(report: Figures) -> Iterator[RenderableType]:
+    """What rich prints of a report: attention, figures, modules, operations."""
+    yield Text(f"{report.name}: {report.header}", style="bold")
+    if report.attention:
+        yield Panel(
+            Text("\n".join(report.attention)), title="attention", border_style="red"
+        )
+    yield Text("\n".join([*summary(report), ""]))
+    yield _modules(report.modules)
+    yield Text()
+    yield _operations(report)
+
+
+def _modules(module: Module) -> Table:
+    """The tree of modules."""
+    table = _table("module")
+    for name in FIGURES:
+        table.add_column(name, justify="right", no_wrap=True)
+    _add(table, module, 0)
+    return table
+
+
+def _add(table: Table, module: Module, depth: int) -> None:
+    table.add_row(Text("  " * depth + module.name), *figures(module))
+    for child in module.children:
+        _add(table, child, depth + 1)
+
+
+def _operations(report: Figures) -> Table:
+    """A line for each function and user line."""
+    table = _table("operation", "dtypes", "why", "where")
+    for row in rows(report.operations):
+        table.add_row(
+            Text(row.name),
+            _dtypes(row),
+            Text(row.why(report.options.policy.name, row.first.entry)),
+            Text(row.path_and_location),
+        )
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in columns:
+        table.add_column(name, overflow="fold")
+    return table
+
+
+def _dtypes(row: Row) -> Text:
+    """The dtypes of its operands and of its results, in their colours."""
+    operands, results = (
+        Text("+").join(Text(name, _STYLES.get(name, "dim")) for name in names)
+        for names in (row.operands, row.results)
+    )
+    return Text(" > ").join([operands or Text("-"), results or Text("-")])

@@ -1,0 +1,1 @@
+"""Loss scaling: the scaler, its form for optax, and metrics."""

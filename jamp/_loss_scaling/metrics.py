@@ -1,0 +1,104 @@
+"""`jamp.metrics`: what a logger wants of a training step, without waiting for it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jamp._autocast import as_written
+from jamp._dtypes import widened
+from jamp._loss_scaling.transformation import DynamicLossScalingState, find_state
+
+# The squares of numbers beyond these do not all fit into float32, nor do their sums.
+_LARGE, _SMALL = 2.0**40, 2.0**-40
+# Brings both in between; a power of two, so that nothing is rounded.
+_FACTOR = 2.0**80
+
+
+@as_written
+def metrics(
+    opt_state: Any, grads: Any = None, *, axis_name: Any = None
+) -> dict[str, jax.Array]:
+    """Scalars of a training step for a logger, as arrays on the device.
+
+    Does not wait for the device, and may be part of a jitted step. The arrays are
+    copies: they can be read after `opt_state` was donated to the next step.
+
+        loss, grads = jamp.value_and_grad(loss_fn)(opt_state, params, batch)
+        logged = {"loss": loss, **jamp.metrics(opt_state, grads)}
+        updates, opt_state = tx.update(grads, opt_state, params)
+
+    Args:
+      opt_state: as for `jamp.loss_scale`. Together with `grads` it is the state that
+        scaled them, from before the update, which may change the scale.
+      grads: gradients of the scaled loss, for `grad_norm`.
+      axis_name: name or names of the mapped axes over which every leaf of `grads` is
+        sharded inside `jax.shard_map`. Arrays sharded under `jax.jit` need none.
+
+    Returns:
+      A dict of scalars:
+
+      - `loss_scale`, float32;
+      - `growth_tracker`, int32: finite steps since the scale last changed;
+      - `last_step_skipped`, bool, and `skipped_steps` and `total_steps`, int32, as in
+        `jamp.DynamicLossScalingState`: what the updates so far have found. A
+        `ScalerState` does not know them, and gives none;
+      - `grad_norm`, float32, if there are `grads`: the norm of the unscaled gradients,
+        inf or NaN where one of them is: where this step will be skipped.
+
+    Raises:
+      ScalerError: `opt_state` holds no loss scale, or several.
+    """
+    state = find_state(opt_state)
+    found = {}
+    if isinstance(state, DynamicLossScalingState):
+        found = {
+            "last_step_skipped": state.last_step_skipped,
+            "skipped_steps": state.skipped_steps,
+            "total_steps": state.total_steps,
+        }
+        state = state.scaler_state
+    found = {"loss_scale": state.scale, "growth_tracker": state.growth_tracker, **found}
+    arrays = {name: jnp.asarray(value) for name, value in found.items()}
+    scalars: dict[str, jax.Array] = _scalars(arrays, grads, axis_name)
+    return scalars
+
+
+# One program in an eager loop too, whose results are not its arguments' buffers.
+@functools.partial(jax.jit, static_argnums=2)
+def _scalars(
+    found: dict[str, jax.Array], grads: Any, axis_name: Any
+) -> dict[str, jax.Array]:
+    if grads is None:
+        return found
+    return {**found, "grad_norm": _norm(grads, found["loss_scale"], axis_name)}
+
+
+def _norm(grads: Any, scale: jax.Array, axis_name: Any) -> jax.Array:
+    """The norm of gradients once they are unscaled; finite where float32 holds it."""
+    inverse = 1 / scale
+    sizes = [
+        _unscaled_size(leaf, inverse)
+        for leaf in jax.tree.leaves(grads)
+        if jnp.issubdtype(leaf.dtype, jnp.inexact)
+    ]
+    largest = functools.reduce(
+        jnp.maximum, [jnp.max(size, initial=0) for size in sizes], jnp.float32(0)
+    )
+    if axis_name is not None:
+        largest = jax.lax.pmax(largest, axis_name)
+    factor = jnp.where(largest < _SMALL, _FACTOR, 1.0)
+    factor = jnp.where(largest > _LARGE, 1 / _FACTOR, factor)
+    squares = sum((jnp.sum(jnp.square(size * factor)) for size in sizes), start=0.0)
+    if axis_name is not None:
+        squares = jax.lax.psum(squares, axis_name)
+    # GradScaler.unscale skips such a step too: the scale is too large to divide by.
+    return jnp.where(inverse == 0, jnp.inf, jnp.sqrt(squares) / factor)
+
+
+def _unscaled_size(leaf: jax.Array, inverse: jax.Array) -> jax.Array:
+    """The absolute values of unscaled gradients, in float32."""
+    return (widened(jnp.abs(leaf)) * inverse).astype(jnp.float32)

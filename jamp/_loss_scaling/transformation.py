@@ -1,0 +1,355 @@
+"""Loss scaling inside an optax optimizer, and the functions of a training loop."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jamp._autocast import as_written
+from jamp._errors import ScalerError, ScalerTypeError
+from jamp._loss_scaling.scaler import (
+    GradScaler,
+    ScalerState,
+    instances,
+    is_number,
+    refuse_float16,
+    scaled,
+    select,
+)
+from jamp._tracing import nnx_modules
+from jamp.pallas_kernels import unscale_and_check
+
+
+class DynamicLossScalingState(NamedTuple):
+    """State of `jamp.dynamic_loss_scaling`.
+
+    Attributes:
+      scaler_state: the scale and its counters.
+      last_step_skipped: whether the last gradients overflowed, bool[].
+      skipped_steps: how many did, int32[].
+      total_steps: how many came, int32[].
+      overflowed: whether a gradient of the batch that `optax.MultiSteps` is
+        accumulating did, bool[]; False without it.
+      inner_state: the state of the wrapped optimizer.
+    """
+
+    scaler_state: ScalerState
+    last_step_skipped: jax.Array
+    skipped_steps: jax.Array
+    total_steps: jax.Array
+    overflowed: jax.Array
+    inner_state: optax.OptState
+
+
+def dynamic_loss_scaling(
+    inner: optax.GradientTransformation | optax.MultiSteps,
+    scaler: GradScaler | None = None,
+    *,
+    axis_name: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps an optimizer to take gradients of a scaled loss.
+
+    Each update unscales the gradients, and the inner optimizer sees them as if the loss
+    had never been scaled. If one of them is inf or NaN the step is skipped: updates are
+    zero, the inner state stays as it was, schedule counts included, and the scale backs
+    off.
+
+        tx = jamp.dynamic_loss_scaling(
+            optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+        )
+        opt_state = tx.init(params)
+        ...
+        loss, grads = jamp.value_and_grad(loss_fn)(opt_state, params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+
+    What comes before it in an `optax.chain` sees scaled gradients, and what wraps it
+    counts skipped steps too. To accumulate gradients, let it wrap `optax.MultiSteps`:
+    the scale stays as it is during a batch, and an overflow in one micro-batch skips
+    the whole batch. The other way round, `optax.MultiSteps` never forgets an inf.
+
+    Args:
+      inner: the optimizer, or an `optax.MultiSteps`.
+      scaler: how the scale changes; by default `GradScaler()`.
+      axis_name: name or names of the mapped axes (`jax.shard_map`, `jax.pmap`,
+        `jax.vmap`) over which an overflow on one shard skips the step on all. Arrays
+        sharded under `jax.jit` need none.
+
+    Returns:
+      An optimizer whose state is a `DynamicLossScalingState`. Its update passes further
+      arguments on; one named `grad` is unscaled first.
+
+    Raises:
+      ScalerError: `init` got float16 parameters, or `update` float16 gradients.
+      ScalerTypeError: `inner` is no optimizer, or `scaler` no `GradScaler`.
+    """
+    if isinstance(inner, optax.MultiSteps):
+        inner = inner.gradient_transformation()
+    if not isinstance(inner, optax.GradientTransformation):
+        raise ScalerTypeError(
+            f"inner must be an optax optimizer, got {type(inner).__name__}"
+        )
+    if not isinstance(scaler, GradScaler | None):
+        raise ScalerTypeError(
+            f"scaler must be a jamp.GradScaler, got {type(scaler).__name__}"
+        )
+    scaling = _LossScaling(
+        inner=optax.with_extra_args_support(inner),
+        scaler=GradScaler() if scaler is None else scaler,
+        axis_name=axis_name,
+    )
+    return optax.GradientTransformationExtraArgs(scaling.init, scaling.update)
+
+
+@dataclass(frozen=True)
+class _LossScaling:
+    """An optimizer and the scaler of its gradients; see `dynamic_loss_scaling`."""
+
+    inner: optax.GradientTransformationExtraArgs
+    scaler: GradScaler
+    axis_name: Any
+
+    def init(self, params: Any) -> DynamicLossScalingState:
+        """The state for these parameters."""
+        if self.scaler.enabled:
+            refuse_float16(params, "the parameters")
+        return DynamicLossScalingState(
+            scaler_state=self.scaler.init(),
+            last_step_skipped=jnp.array(False),
+            skipped_steps=jnp.zeros((), jnp.int32),
+            total_steps=jnp.zeros((), jnp.int32),
+            overflowed=jnp.array(False),
+            inner_state=self.inner.init(params),
+        )
+
+    @as_written
+    def update(
+        self,
+        grads: Any,
+        state: DynamicLossScalingState,
+        params: Any = None,
+        **extra_args: Any,
+    ) -> tuple[Any, DynamicLossScalingState]:
+        """Updates and the state after them."""
+        if not isinstance(state, DynamicLossScalingState):
+            raise ScalerTypeError(
+                f"state is a {type(state).__name__}, not what tx.init returned; to go "
+                "on from a state of the inner optimizer use "
+                "tx.init(params)._replace(inner_state=state)"
+            )
+        grads, found = self._unscale(state.scaler_state, grads)
+        if "grad" in extra_args:
+            unscaled, found_too = self._unscale(state.scaler_state, extra_args["grad"])
+            extra_args["grad"] = unscaled
+            found = found | found_too
+        found = self._anywhere(found) | state.overflowed
+        if isinstance(state.inner_state, optax.MultiStepsState):
+            # Its running mean would keep an inf.
+            grads = select(found, jax.tree.map(jnp.zeros_like, grads), grads)
+        updates, inner_state = self.inner.update(
+            grads, state.inner_state, params, **extra_args
+        )
+        ended, unstepped = _end(state.inner_state, inner_state)
+        if self.scaler.enabled:
+            zeros = jax.tree.map(jnp.zeros_like, updates)
+            updates, inner_state = select(
+                found & ended, (zeros, unstepped), (updates, inner_state)
+            )
+        during = state._replace(overflowed=found, inner_state=())
+        after = DynamicLossScalingState(
+            scaler_state=self.scaler.update(state.scaler_state, found),
+            last_step_skipped=found,
+            skipped_steps=state.skipped_steps + found.astype(jnp.int32),
+            total_steps=optax.safe_increment(state.total_steps),
+            overflowed=jnp.array(False),
+            inner_state=(),
+        )
+        return updates, select(ended, after, during)._replace(inner_state=inner_state)
+
+    def _unscale(self, state: ScalerState, grads: Any) -> tuple[Any, jax.Array]:
+        if self.scaler.enabled:
+            return self.scaler.unscale(state, grads)
+        # The state may be a restored one with a scale, which the loss then has.
+        unscaled, _ = unscale_and_check(grads, 1 / state.scale)
+        return unscaled, jnp.array(False)
+
+    def _anywhere(self, found: jax.Array) -> jax.Array:
+        """Whether an overflow was found on any shard."""
+        if self.axis_name is None or not self.scaler.enabled:
+            return found
+        return jnp.asarray(jax.lax.psum(found.astype(jnp.int32), self.axis_name) > 0)
+
+
+def _end(old: Any, new: Any) -> tuple[jax.Array, Any]:
+    """Whether an update ended a step, and the inner state if that step is skipped."""
+    if not isinstance(old, optax.MultiStepsState):
+        return jnp.array(True), old
+    # The sums start anew; the optimizer inside has not stepped.
+    kept = {"inner_opt_state": old.inner_opt_state, "gradient_step": old.gradient_step}
+    return new.gradient_step != old.gradient_step, new._replace(**kept)
+
+
+def loss_scale(opt_state: Any) -> jax.Array:
+    """The scale of the loss, float32[].
+
+    Args:
+      opt_state: the state of an optimizer with `jamp.dynamic_loss_scaling` somewhere in
+        it, or anything that holds one, such as a TrainState; or a `ScalerState`.
+
+    Raises:
+      ScalerError: it holds no loss scale, or several.
+    """
+    return _scale_of(find_state(opt_state))
+
+
+def last_step_skipped(opt_state: Any) -> jax.Array:
+    """Whether the last step was skipped because a gradient overflowed, bool[].
+
+    Args:
+      opt_state: as for `jamp.loss_scale`, but for a `ScalerState`.
+
+    Raises:
+      ScalerError: it holds no loss scaling, or several.
+    """
+    state = find_state(opt_state)
+    if not isinstance(state, DynamicLossScalingState):
+        raise ScalerError(
+            "a ScalerState does not know whether a step was skipped: GradScaler.step "
+            "returns it"
+        )
+    return jnp.asarray(state.last_step_skipped)
+
+
+def scale_loss(loss: Any, opt_state: Any) -> Any:
+    """Multiplies a loss by the scale that an optimizer expects of its gradients.
+
+    Args:
+      loss: a loss, or a pytree of them; see `GradScaler.scale` for the dtypes.
+      opt_state: as for `jamp.loss_scale`.
+
+    Raises:
+      ScalerError: it holds no loss scale, or several.
+      ScalerTypeError: a loss is no number.
+    """
+    return scaled(loss_scale(opt_state), loss)
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    **options: Any,
+) -> Callable[..., tuple[Any, Any]]:
+    """Like `jax.value_and_grad`, of a loss that is scaled for an optimizer.
+
+    With a module of `flax.nnx` among the arguments it is like `nnx.value_and_grad`: the
+    gradients are an `nnx.State`, and the module keeps what the loss changes in it.
+
+    Args:
+      loss_fn: the loss, a function that returns a scalar.
+      argnums: which arguments of `loss_fn` to differentiate at.
+      has_aux: whether `loss_fn` returns a pair of the loss and something else.
+      **options: further options of `jax.value_and_grad`.
+
+    Returns:
+      A function of `opt_state` (as for `jamp.loss_scale`) and the arguments of
+      `loss_fn`. It returns the value, not scaled, and the gradients, scaled: ready for
+      the optimizer's update.
+
+    Raises:
+      ScalerError: `opt_state` holds no loss scale, or several.
+      ScalerTypeError: the loss is no real number, or `has_aux` does not fit what
+        `loss_fn` returns.
+    """
+
+    @functools.wraps(loss_fn)
+    def scaled_value_and_grad(
+        opt_state: Any, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        scale = _scale_of(find_state(opt_state, "; the first argument is opt_state"))
+
+        @functools.wraps(loss_fn)
+        def with_scale(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            value = loss_fn(*args, **kwargs)
+            loss = _loss_in(value, has_aux)
+            _check_real(loss, options.get("holomorphic", False))
+            return scaled(scale, loss), value
+
+        if isinstance(inspect.unwrap(loss_fn), functools.partial):
+            # flax.nnx takes the keywords that a partial has bound for arguments, if it
+            # sees its signature.
+            del with_scale.__wrapped__
+        differentiate = nnx_modules.value_and_grad(args, kwargs)(
+            with_scale, argnums=argnums, has_aux=True, **options
+        )
+        (_, value), grads = differentiate(*args, **kwargs)
+        return value, grads
+
+    # The signature of the loss lacks the first argument.
+    del scaled_value_and_grad.__wrapped__
+    return scaled_value_and_grad
+
+
+def _loss_in(value: Any, has_aux: bool) -> Any:
+    """The loss in what a loss function returned."""
+    if not has_aux:
+        if isinstance(value, tuple):
+            raise ScalerTypeError("the loss returned a tuple; pass has_aux=True")
+        return value
+    if not (isinstance(value, tuple | list) and len(value) == 2):
+        raise ScalerTypeError(
+            "with has_aux=True the loss returns a pair (loss, aux), got "
+            + _in_words(value)
+        )
+    return value[0]
+
+
+def _in_words(value: Any) -> str:
+    """What a value is, whatever JAX calls it while it traces."""
+    if isinstance(value, jax.Array):
+        return "one array"
+    kind = type(value).__name__
+    return f"a {kind} of {len(value)}" if isinstance(value, tuple | list) else kind
+
+
+def _check_real(loss: Any, holomorphic: bool) -> None:
+    """Raises for a number that JAX would not differentiate if it were not scaled."""
+    if not is_number(loss):
+        return
+    dtype = jnp.result_type(loss)
+    if not jnp.issubdtype(dtype, jnp.inexact if holomorphic else jnp.floating):
+        raise ScalerTypeError(f"grad requires a real-valued loss, got {dtype}")
+
+
+def _scale_of(state: Any) -> jax.Array:
+    state = state.scaler_state if isinstance(state, DynamicLossScalingState) else state
+    return jnp.asarray(state.scale)
+
+
+def find_state(tree: Any, hint: str = "") -> Any:
+    """The state of loss scaling in a tree, of either kind; see `loss_scale`.
+
+    Args:
+      tree: what holds the state.
+      hint: what the message adds if there is none.
+    """
+    found = instances(tree, (DynamicLossScalingState, ScalerState))
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ScalerError(
+            f"found {len(found)} loss scales in {type(tree).__name__}, and a loss has "
+            "one: wrap the whole optimizer in jamp.dynamic_loss_scaling, not its parts"
+        )
+    if isinstance(tree, dict):
+        hint += "; restore a checkpoint with tx.init(params) as its target"
+    raise ScalerError(
+        f"found no loss scale in {type(tree).__name__}: give it the state of an "
+        f"optimizer made by jamp.dynamic_loss_scaling, or a ScalerState{hint}"
+    )

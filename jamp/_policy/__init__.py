@@ -1,0 +1,1 @@
+"""Policies: rules, tables of them, and functions as their entries."""

@@ -1,0 +1,236 @@
+"""Policies: which rule holds for which primitive, function and scope."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, lru_cache
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+from jax.extend.core import Primitive
+
+from jamp._dtypes import DType
+from jamp._errors import PolicyError
+from jamp._policy.functions import Function
+from jamp._policy.rules import DEVICES, Rule, Unsafe, is_primitive, to_rule
+from jamp._policy.tables import read_builtin, read_file
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A set of rules: data, hashable and comparable.
+
+    Build one with `Policy.load`, then derive others with `with_rules` and `scoped`.
+
+    Attributes:
+      name: what reports call it.
+      dtype: the 16-bit dtype that `jamp.autocast` uses unless told otherwise.
+      primitives: (primitive name, rule) pairs.
+      functions: (function, rule) pairs.
+      scopes: (pattern, rule) pairs; the last that matches wins.
+      unsafe: combinations of operations that raise.
+      activation_results: functions under `internal_float32` whose results have the
+        dtype that came in, also where the program as traced returns another.
+    """
+
+    name: str
+    dtype: DType
+    primitives: tuple[tuple[str, Rule], ...] = ()
+    functions: tuple[tuple[Function, Rule], ...] = ()
+    scopes: tuple[tuple[str, Rule], ...] = ()
+    unsafe: tuple[Unsafe, ...] = ()
+    activation_results: tuple[Function, ...] = ()
+
+    @classmethod
+    def load(cls, source: str | Path) -> Policy:
+        """Loads a policy table.
+
+        Args:
+          source: `'gpu'` (or `'cuda'`, `'rocm'`), `'cpu'` or `'tpu'`, or the path of a
+            TOML file.
+
+        Returns:
+          The policy.
+
+        Raises:
+          PolicyError: the file cannot be read, or has an unknown key, rule, primitive
+            or function; the message names the file and the key.
+        """
+        if str(source) in DEVICES:
+            return _builtin(DEVICES[str(source)])
+        return cls(**read_file(source)._asdict())
+
+    def with_rules(self, **rules: Iterable[Any]) -> Policy:
+        """Returns a policy in which the given entries have new rules.
+
+        Args:
+          **rules: for each rule (`lower`, `float32`, `internal_float32`, `promote`,
+            `as_traced`, `banned`) a list of primitives, function objects, or names: a
+            dotted name is a function, one without a dot a primitive.
+
+        Raises:
+          PolicyError: an unknown rule, primitive or function, or one entry given twice.
+        """
+        given: dict[Any, tuple[str | Function, Rule]] = {}
+        for name, entries in rules.items():
+            rule = to_rule(name)
+            if isinstance(entries, str):
+                raise PolicyError(f"{name}={entries!r}: give a list of entries")
+            for entry in entries:
+                key = self._entry(entry)
+                same = _identity(key)
+                if given.get(same, (key, rule))[1] is not rule:
+                    label = key if isinstance(key, str) else key.name
+                    raise PolicyError(f"{label} is given two rules")
+                given[same] = key, rule
+        primitives = dict(self.primitives)
+        functions = {f: r for f, r in self.functions if _identity(f) not in given}
+        for key, rule in given.values():
+            table: dict[Any, Rule] = primitives if isinstance(key, str) else functions
+            table[key] = rule
+        return replace(
+            self,
+            name=_derived(self.name),
+            primitives=tuple(sorted(primitives.items())),
+            functions=tuple(functions.items()),
+        )
+
+    def scoped(self, pattern: str, rule: str) -> Policy:
+        """Returns a policy with a rule for every operation in some named scopes.
+
+        Args:
+          pattern: a pattern over the name stack, which Flax fills with module paths:
+            `*` stands for any part of one name, `**` for any number of names, as in
+            `'**/lm_head'` or `'encoder/block_*/attention'`. What lies inside a scope
+            that matches has the rule too.
+          rule: the name of a rule.
+        """
+        _pattern(pattern)
+        return replace(
+            self,
+            name=_derived(self.name),
+            scopes=(*self.scopes, (pattern, to_rule(rule))),
+        )
+
+    def rule(
+        self,
+        primitive: str | Primitive | None = None,
+        *,
+        function: Any = None,
+        scope: str | tuple[str, ...] = (),
+    ) -> Rule | None:
+        """The rule that this policy gives to an operation.
+
+        Args:
+          primitive: a primitive or its name.
+          function: the function, or its dotted name, in which it stands.
+          scope: the scopes in which it stands, outermost first, or joined by `/`.
+
+        Returns:
+          The rule of the scope, else of the function, else of the primitive, or None
+          if the policy knows none of them.
+        """
+        names = tuple(scope.split("/")) if isinstance(scope, str) else scope
+        found = self.scope_rule(names)
+        if found is not None:
+            return found[1]
+        if function is not None:
+            key = self._entry(function)
+            code = key.resolve() if isinstance(key, Function) else None
+            listed = self.function_codes.get(code) if code else None
+            if listed is not None:
+                return self.function_rules[listed]
+        name = primitive.name if isinstance(primitive, Primitive) else primitive
+        return self.primitive_rules.get(name) if name else None
+
+    def scope_rule(self, names: tuple[str, ...]) -> tuple[str, Rule] | None:
+        """The last (pattern, rule) whose pattern matches these scopes, if any."""
+        for pattern, rule in reversed(self.scopes):
+            if _pattern(pattern).fullmatch("".join(f"{name}/" for name in names)):
+                return pattern, rule
+        return None
+
+    @cached_property
+    def primitive_rules(self) -> Mapping[str, Rule]:
+        """Rules by primitive name."""
+        return dict(self.primitives)
+
+    @cached_property
+    def function_rules(self) -> Mapping[Function, Rule]:
+        """Rules by function."""
+        return dict(self.functions)
+
+    @property
+    def function_codes(self) -> Mapping[CodeType, Function]:
+        """The functions whose modules are imported by now, by code object."""
+        codes = ((function.resolve(), function) for function, _ in self.functions)
+        return {code: function for code, function in codes if code is not None}
+
+    def _entry(self, entry: Any) -> str | Function:
+        if isinstance(entry, Primitive):
+            return entry.name
+        if isinstance(entry, Function):
+            return entry
+        if not isinstance(entry, str):
+            return Function.of(entry)
+        if "." in entry:
+            return Function(entry)
+        if is_primitive(entry):
+            return entry
+        names = [f.name for f, _ in self.functions if f.name.endswith(f".{entry}")]
+        raise PolicyError(
+            f"unknown primitive {entry!r}; functions have dotted names, as in "
+            f"{' or '.join(names) or 'jax.nn.softmax'}"
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(
+            (self.name, self.dtype, self.primitives, self.functions, self.scopes)
+        )
+
+    def __str__(self) -> str:
+        lines = [f"policy {self.name}, dtype {self.dtype.name}"]
+        for rule in Rule:
+            listed = {
+                "primitives": sorted(name for name, r in self.primitives if r is rule),
+                "functions": sorted(f.name for f, r in self.functions if r is rule),
+                "scopes": [pattern for pattern, r in self.scopes if r is rule],
+            }
+            items = [f"  {kind}: {', '.join(e)}" for kind, e in listed.items() if e]
+            lines += [rule.value, *items] if items else []
+        return "\n".join(lines)
+
+
+# One object for each device, so that what a policy caches about itself is kept.
+@cache
+def _builtin(name: str) -> Policy:
+    return Policy(**read_builtin(name)._asdict())
+
+
+def _identity(key: str | Function) -> Any:
+    """What two names of one function have in common."""
+    return key if isinstance(key, str) else key.resolve() or key.name
+
+
+def _derived(name: str) -> str:
+    return name if name.endswith("*") else f"{name}*"
+
+
+@lru_cache(maxsize=1024)
+def _pattern(pattern: str) -> re.Pattern[str]:
+    if not pattern or not isinstance(pattern, str):
+        raise PolicyError(f"a scope pattern is a non-empty string, got {pattern!r}")
+    regex = ""
+    for part in pattern.split("/"):
+        if part == "**":
+            regex += "(?:[^/]+/)*"
+        else:
+            regex += "[^/]*".join(re.escape(piece) for piece in part.split("*")) + "/"
+    return re.compile(regex + ".*")

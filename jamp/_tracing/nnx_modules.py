@@ -1,0 +1,185 @@
+"""flax.nnx modules in a traced function: their state goes in, and comes out updated.
+
+A trace works on copies of what enters it. The modules among the arguments of a
+function, those that it closes over, and itself if it is a module, are split
+into a structure and their arrays; the arrays are traced, and what the function made of
+them is written back to the modules. Modules of flax.linen that collect variables, as a
+side effect of a trace, are refused. flax is not imported for it: without it there are
+none.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+
+from jamp._errors import AutocastTypeError
+from jamp._tracing.trace import pass_for
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Stands in the arguments for the module of this number."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A call whose arguments hold arrays where modules were.
+
+    Attributes:
+      fn: the function to trace.
+      args: its positional arguments.
+      kwargs: its keyword arguments.
+      finish: takes its result, updates the modules, and returns the user's result.
+    """
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    finish: Callable[[Any], Any]
+
+
+def unwrap(fn: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """The call that a call of a `functools.partial` makes, or the same call."""
+    while isinstance(fn, partial):
+        args, kwargs = (*fn.args, *args), {**fn.keywords, **kwargs}
+        fn = fn.func
+    return fn, args, kwargs
+
+
+def prepare(fn: Callable[..., Any], args: Any, kwargs: Any) -> Prepared:
+    """Takes the state out of the modules of a call, if there are any."""
+    fn, args, kwargs = unwrap(fn, args, kwargs)
+    _refuse_collecting(fn, args)
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return Prepared(fn, args, kwargs, lambda result: result)
+    own = _modules_of(fn, nnx)
+    leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=partial(is_node, nnx))
+    passed = [leaf for leaf in leaves if is_node(nnx, leaf)]
+    modules = [*own, *passed]
+    if not modules:
+        return Prepared(fn, args, kwargs, lambda result: result)
+    numbers = iter(range(len(own), len(modules)))
+    held = [_Slot(next(numbers)) if is_node(nnx, leaf) else leaf for leaf in leaves]
+    structure, state = nnx.split(modules)
+
+    def call(structure: Any, state: Any, held: Any) -> Any:
+        # Merging may take the variables of the state as they are.
+        before = _arrays(nnx, state)
+        copies = nnx.merge(structure, state)
+        filled = [
+            copies[leaf.index] if isinstance(leaf, _Slot) else leaf for leaf in held
+        ]
+        inner_args, inner_kwargs = jax.tree.unflatten(tree, filled)
+        inner = _with_modules(fn, nnx, copies[: len(own)])
+        result = inner(*inner_args, **inner_kwargs)
+        return result, _changed(nnx, before, nnx.split(copies)[1])
+
+    pass_for(fn, call)
+
+    def finish(result: Any) -> Any:
+        value, state = result
+        nnx.update(modules, state)
+        return value
+
+    return Prepared(call, (structure, state, held), {}, finish)
+
+
+def _refuse_collecting(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Raises for a bound module of flax.linen, whose variables would leak tracers."""
+    linen = sys.modules.get("flax.linen")
+    if linen is None:
+        return
+    for value in (fn, getattr(fn, "__self__", None), *args[:1]):
+        if not isinstance(value, linen.Module) or value.scope is None:
+            continue
+        # What is bound to variables that are only read may be called in a trace; and
+        # what `nn.compact` marked is not known for it any more.
+        if value.scope.mutable is not False or hasattr(fn, "compact"):
+            raise AutocastTypeError(
+                f"a bound flax.linen module ({type(value).__name__}) collects its "
+                "variables as a side effect: wrap the function that calls model.apply"
+            )
+
+
+def _arrays(nnx: Any, state: Any) -> dict[Any, list[Any]]:
+    """The arrays of a state by their paths."""
+    return {path: jax.tree.leaves(leaf) for path, leaf in nnx.to_flat_state(state)}
+
+
+def _changed(nnx: Any, before: dict[Any, list[Any]], after: Any) -> Any:
+    """What a call changed in a state; the rest may not even be written, under jit."""
+    arrays = _arrays(nnx, after)
+    kept = [
+        (path, leaf)
+        for path, leaf in nnx.to_flat_state(after)
+        if list(map(id, arrays[path])) != list(map(id, before.get(path, [])))
+    ]
+    return nnx.from_flat_state(kept)
+
+
+def value_and_grad(*arguments: Any) -> Callable[..., Any]:
+    """The `value_and_grad` for arguments: flax.nnx's for modules and `Rngs`, or JAX's.
+
+    JAX's takes a module for a tree of parameters, and loses what a call changes in it.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return jax.value_and_grad
+
+    def changes(node: Any) -> bool:
+        return isinstance(node, nnx.Module | nnx.Rngs)
+
+    found = any(map(changes, jax.tree.leaves(arguments, is_leaf=changes)))
+    return nnx.value_and_grad if found else jax.value_and_grad
+
+
+def is_node(nnx: Any, value: Any) -> bool:
+    """Whether a value is a module, or another thing of flax.nnx that has state."""
+    return isinstance(value, (nnx.Module, nnx.Rngs, nnx.Variable))
+
+
+def _modules_of(fn: Any, nnx: Any) -> list[Any]:
+    """The modules that a function is bound to or closes over."""
+    if is_node(nnx, fn):
+        return [fn]
+    if isinstance(fn, types.MethodType):
+        return [fn.__self__] if is_node(nnx, fn.__self__) else []
+    cells = getattr(fn, "__closure__", None) or ()
+    return [v for v in map(_content, cells) if is_node(nnx, v)]
+
+
+def _with_modules(fn: Any, nnx: Any, copies: list[Any]) -> Any:
+    """The function with other modules in the place of its own."""
+    if not copies:
+        return fn
+    if is_node(nnx, fn):
+        return copies[0]
+    if isinstance(fn, types.MethodType):
+        return types.MethodType(fn.__func__, copies[0])
+    replacements = iter(copies)
+    cells = tuple(
+        types.CellType(next(replacements)) if is_node(nnx, _content(cell)) else cell
+        for cell in fn.__closure__
+    )
+    copy = types.FunctionType(
+        fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, cells
+    )
+    copy.__kwdefaults__ = fn.__kwdefaults__
+    return copy
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None

@@ -1,0 +1,102 @@
+"""Where an equation came from: a listed function, and the user's line.
+
+Every equation remembers the Python frames that emitted it. Consecutive equations of one
+call of a listed function form one occurrence, which its policy rules as a whole.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+from jax.extend.core import JaxprEqn
+
+from jamp._compat import frames
+from jamp._policy.functions import Function
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a listed function.
+
+    Attributes:
+      function: the policy's entry.
+      key: identifies the call by the frames that led to it.
+    """
+
+    function: Function
+    key: tuple[Any, ...]
+
+
+# Ids of the code objects of frames, innermost first, and the offset in each. Ids,
+# because hashing or comparing code objects goes through their instructions.
+FrameKey = tuple[tuple[int, ...], Sequence[int]]
+
+
+def frame_key(eqn: JaxprEqn) -> FrameKey | None:
+    """What identifies the frames of an equation; None if it has no traceback."""
+    found = frames(eqn)
+    return None if found is None else (tuple(map(id, found[0])), found[1])
+
+
+def calls(key: FrameKey, functions: Mapping[int, Function]) -> Iterator[Call]:
+    """Calls of listed functions among the frames of an equation, outermost first.
+
+    Args:
+      key: the key of the frames.
+      functions: listed functions by the id of their code object.
+    """
+    ids, offsets = key
+    hits = [index for index, code in enumerate(ids) if code in functions]
+    for index in reversed(hits):
+        yield Call(functions[ids[index]], (ids[index:], offsets[index + 1 :]))
+
+
+@dataclass(frozen=True)
+class Location:
+    """A line of a source file, and the function that it is in."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} ({self.function})"
+
+
+_STDLIB = sysconfig.get_paths()["stdlib"]
+_JAMP = str(Path(__file__).parents[1])
+
+
+@lru_cache(maxsize=4096)
+def is_users(filename: str) -> bool:
+    """Whether a source file is neither jamp's, nor a library's, nor Python's."""
+    return not (
+        "site-packages" in filename
+        or "dist-packages" in filename
+        or filename.startswith((_STDLIB, _JAMP, "<frozen"))
+    )
+
+
+def location(eqn: JaxprEqn) -> Location | None:
+    """The innermost line of the user's own code that led to an equation."""
+    found = frames(eqn)
+    if found is None:
+        return None
+    for code, offset in zip(*found, strict=True):
+        if is_users(code.co_filename):
+            line = _line(code, offset)
+            return Location(code.co_filename, line, code.co_name)
+    return None
+
+
+def _line(code: CodeType, offset: int) -> int:
+    for start, end, line in code.co_lines():
+        if start <= offset < end and line is not None:
+            return line
+    return code.co_firstlineno

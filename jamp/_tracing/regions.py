@@ -1,0 +1,217 @@
+"""Regions: which autocast is in force where, while tracing and in a traced program.
+
+While a program is traced, the options in force live in a context that jit keys its
+caches on. In the traced program a region is a named scope, which survives jit,
+differentiation, vmap and every other transformation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+
+from jamp import _dtypes
+from jamp._compat import scope_names
+from jamp._dtypes import DType
+from jamp._equations import equations
+from jamp._errors import AutocastError, AutocastTypeError
+from jamp._policy.policy import Policy
+from jamp._policy.rules import DEVICES
+
+_PREFIX = "jamp.autocast:"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What one autocast was asked for, with the defaults filled in."""
+
+    policy: Policy
+    dtype: DType
+    device_type: str
+    enabled: bool = True
+    cache_enabled: bool = True
+
+
+def device_kind(device_type: Any) -> str:
+    """The policy's name for a device type, or an error that lists the known ones."""
+    if device_type is None:
+        device_type = jax.default_backend()
+    if not isinstance(device_type, str):
+        raise AutocastTypeError(
+            f"device_type must be a str such as 'gpu', got {type(device_type).__name__}"
+        )
+    if device_type not in DEVICES:
+        raise AutocastError(
+            f"unknown device_type {device_type!r}; known are {', '.join(DEVICES)}"
+        )
+    return DEVICES[device_type]
+
+
+def check_options(
+    device_type: Any, dtype: Any, enabled: Any, cache_enabled: Any, policy: Any
+) -> None:
+    """Checks arguments of `jamp.autocast`, without asking JAX for its devices."""
+    if device_type is not None:
+        device_kind(device_type)
+    if dtype is not None:
+        _low_dtype(dtype)
+    for name, flag in (("enabled", enabled), ("cache_enabled", cache_enabled)):
+        if not isinstance(flag, bool | np.bool_):
+            raise AutocastTypeError(f"{name} must be True or False, got {flag!r}")
+    if policy is not None and not isinstance(policy, Policy):
+        raise AutocastTypeError(
+            "policy must be a jamp.Policy (Policy.load reads names and files), got "
+            f"{type(policy).__name__}"
+        )
+
+
+def make_options(
+    device_type: Any = None,
+    dtype: Any = None,
+    enabled: bool = True,
+    cache_enabled: bool = True,
+    policy: Any = None,
+) -> Options:
+    """Fills in the defaults of `jamp.autocast`'s arguments."""
+    check_options(device_type, dtype, enabled, cache_enabled, policy)
+    outer = current()
+    if policy is None and device_type is None and outer is not None:
+        policy, kind = outer.policy, outer.device_type
+    else:
+        kind = device_kind(device_type)
+    if policy is None:
+        policy = Policy.load(kind)
+    return Options(
+        policy=policy,
+        dtype=policy.dtype if dtype is None else _low_dtype(dtype),
+        device_type=kind,
+        enabled=bool(enabled),
+        cache_enabled=bool(cache_enabled),
+    )
+
+
+_NAMES = frozenset("device_type dtype enabled cache_enabled policy".split())
+
+
+def check_named_options(function: str, named: Mapping[str, Any]) -> None:
+    """Checks arguments of a function that takes those of `jamp.autocast` by name."""
+    unknown = sorted(named.keys() - _NAMES - {"output_dtype"})
+    if unknown:
+        raise AutocastTypeError(
+            f"{function} takes the options of jamp.autocast, not {', '.join(unknown)}"
+        )
+
+
+def check_floating(name: str, dtype: Any) -> DType:
+    """The dtype that an argument names, which has to be floating."""
+    found = _dtype(name, dtype, "a floating dtype")
+    if not jax.dtypes.issubdtype(found, np.floating):
+        raise AutocastTypeError(f"{name} must be a floating dtype, got {found}")
+    return found
+
+
+def make_named_options(named: Mapping[str, Any]) -> Options:
+    """Fills in the defaults of such arguments; `output_dtype` is none of a region's."""
+    return make_options(**{name: named[name] for name in named.keys() & _NAMES})
+
+
+def _low_dtype(dtype: Any) -> DType:
+    found = _dtype("dtype", dtype, "float16 or bfloat16")
+    if found not in _dtypes.LOW_DTYPES:
+        raise AutocastError(
+            f"dtype must be float16 or bfloat16, got {found}; leave it out for the "
+            "policy's own, or use enabled=False to compute as written"
+        )
+    return found
+
+
+def _dtype(name: str, value: Any, wanted: str) -> DType:
+    try:
+        found: DType = jax.dtypes.canonicalize_dtype(value)
+    except TypeError as error:
+        raise AutocastTypeError(f"{name} must be {wanted}, got {value!r}") from error
+    return found
+
+
+_context = jax.make_user_context(None)
+
+
+def current() -> Options | None:
+    """The options in force where the program is being traced, if any."""
+    return _context.value  # type: ignore[no-any-return]
+
+
+@contextmanager
+def tracing(options: Options | None) -> Iterator[None]:
+    """Puts options in force while a program is traced."""
+    with _context(options):
+        yield
+
+
+@contextmanager
+def region(options: Options) -> Iterator[None]:
+    """Marks what is traced inside as governed by these options."""
+    with tracing(options), jax.named_scope(_register(options)):
+        yield
+
+
+def holds_region(program: Any) -> bool:
+    """Whether part of a traced program stands in a region."""
+    return any(
+        name.startswith(_PREFIX)
+        for eqn in equations(program)
+        for name in scope_names(eqn.source_info.name_stack)
+    )
+
+
+_registered: dict[str, Options] = {}
+
+
+@cache
+def _register(options: Options) -> str:
+    digest = hashlib.sha256(repr(options).encode()).hexdigest()[:12]
+    kind = options.dtype.name if options.enabled else "disabled"
+    name = f"{_PREFIX}{kind}:{digest}"
+    _registered[name] = options
+    return name
+
+
+@dataclass(frozen=True)
+class Scope:
+    """The named scopes that an equation stands in.
+
+    Attributes:
+      names: the user's scope names, outermost first, without jamp's marks.
+      region: the options of the innermost region, if any.
+    """
+
+    names: tuple[str, ...] = ()
+    region: Options | None = None
+
+    @property
+    def options(self) -> Options:
+        """The options in force inside a function under autocast."""
+        assert self.region is not None  # noqa: S101 - its outermost scope has some
+        return self.region
+
+    def enter(self, name_stack: Any) -> Scope:
+        """The scope of an equation with this name stack inside this scope."""
+        return _enter(self, name_stack) if len(name_stack) else self
+
+
+@lru_cache(maxsize=65536)
+def _enter(outer: Scope, name_stack: Any) -> Scope:
+    names, inside = list(outer.names), outer.region
+    for name in scope_names(name_stack):
+        if name.startswith(_PREFIX):
+            inside = _registered[name]
+        else:
+            names.extend(name.split("/"))
+    return Scope(tuple(names), inside)

@@ -1,0 +1,114 @@
+"""Traces a function on the arrays among its arguments."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jamp import _dtypes
+from jamp import _primitives as primitives
+from jamp._equations import equations
+from jamp._tracing import regions
+from jamp._tracing.regions import Options
+
+
+class Traced(NamedTuple):
+    """A function as traced for one signature.
+
+    Attributes:
+      program: the closed jaxpr.
+      rebuild: makes the function's result of the program's results.
+    """
+
+    program: Any
+    rebuild: Callable[[Sequence[Any]], Any]
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf of the arguments is traced; others are passed through."""
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return leaf.dtype.kind not in "OSU"
+    return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
+
+
+def with_arrays(
+    leaves: Sequence[Any], positions: Sequence[int], arrays: Sequence[Any]
+) -> list[Any]:
+    """The leaves with these arrays in these positions."""
+    found = dict(zip(positions, arrays, strict=True))
+    return [found.get(index, leaf) for index, leaf in enumerate(leaves)]
+
+
+def pass_for(fn: Callable[..., Any], stand_in: Any) -> None:
+    """Lets JAX name a function, and its line, in errors about what it traces instead.
+
+    Args:
+      fn: the function, or another thing that can be called.
+      stand_in: a function that calls it, with arguments of its own.
+    """
+    signature = inspect.signature(stand_in)
+    named = fn if hasattr(fn, "__name__") else type(fn).__call__
+    functools.update_wrapper(stand_in, named, updated=())
+    stand_in.__signature__ = signature
+
+
+def trace(fn: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> Traced:
+    """Traces a function, as written, on the arrays among its arguments."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    positions = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+    out: dict[str, Any] = {}
+
+    def flat(arrays: list[Any]) -> list[Any]:
+        filled = with_arrays(leaves, positions, arrays)
+        inner_args, inner_kwargs = jax.tree.unflatten(tree, filled)
+        with regions.tracing(options):
+            result = fn(*inner_args, **inner_kwargs)
+        found, out["tree"] = jax.tree.flatten(result)
+        # Arrays are tracers here, which must not outlive the trace.
+        out["static"] = [None if is_array(leaf) else (leaf,) for leaf in found]
+        return [leaf for leaf in found if is_array(leaf)]
+
+    pass_for(fn, flat)
+    program = _make_jaxpr(flat, [leaves[position] for position in positions])
+    static, out_tree = out["static"], out["tree"]
+
+    def rebuild(results: Sequence[Any]) -> Any:
+        arrays = iter(results)
+        return jax.tree.unflatten(
+            out_tree, [next(arrays) if s is None else s[0] for s in static]
+        )
+
+    return Traced(program, rebuild)
+
+
+def _make_jaxpr(flat: Callable[[list[Any]], Any], arrays: list[Any]) -> Any:
+    """Traces as written; as if in float32 where 16-bit arguments cannot be traced."""
+    avals = [jax.typeof(array) for array in arrays]
+    narrow = [_dtypes.narrow(aval.dtype) for aval in avals]
+    try:
+        program = jax.make_jaxpr(flat)(arrays)
+    except (TypeError, ValueError, NotImplementedError):
+        if not any(narrow):
+            raise
+    else:
+        if not any(narrow) or not _refuses_16_bits(program):
+            return program
+    widened = [
+        aval.update(dtype=_dtypes.FLOAT32) if short else aval
+        for aval, short in zip(avals, narrow, strict=True)
+    ]
+    return jax.make_jaxpr(flat)(widened)
+
+
+def _refuses_16_bits(program: Any) -> bool:
+    return any(
+        _dtypes.narrow(_dtypes.dtype_of(var))
+        for eqn in equations(program)
+        if eqn.primitive.name in primitives.FLOAT32_ONLY
+        for var in eqn.invars
+    )
