@@ -143,8 +143,8 @@ class Tracked(NamedTuple):
 
     Attributes:
       pair: what it is in both runs.
-      state: how far it is from float32's, or, inside a loop, where that will be found;
-        None for what is not measured.
+      state: how far it is from float32's, or, inside a loop, the number under which it
+        is noted; None for what is not measured.
       scaled: whether it depends on the loss scale.
       producers: the outputs that it came from.
     """
