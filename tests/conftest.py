@@ -1,10 +1,10 @@
 """Settings shared by all tests, and the guard against a second copy of a package."""
 
 import sys
+from pathlib import Path
 
 import hypothesis
 import jax
-import pytest
 
 # Compiling takes longer than any deadline; the same examples on every run.
 hypothesis.settings.register_profile(
@@ -14,6 +14,17 @@ hypothesis.settings.load_profile("jamp")
 
 # Programs on several devices are tested on as many virtual ones.
 jax.config.update("jax_num_cpu_devices", 8)
+
+# Most of the time would go to making small programs fast. What LLVM leaves out here
+# comes after the HLO, so that the text of compiled programs is the usual one.
+jax.config.update("jax_disable_most_optimizations", True)
+
+# Compiled programs are shared by the worker processes and kept for the next run.
+jax.config.update(
+    "jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".jax_cache")
+)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 INSTALLED_INSIDE_JAMP = ("policies", "pallas_kernels")
 
@@ -29,11 +40,3 @@ def pytest_runtest_teardown(item):
             f"{item.nodeid} imported {', '.join(copies)} from the repository's root: a "
             "second copy of what is installed as jamp.policies or jamp.pallas_kernels"
         )
-
-
-@pytest.fixture(scope="module")
-def fast_compilation():
-    """Most of the time goes to compiling; what is compared here needs no speed."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)

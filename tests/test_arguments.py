@@ -24,8 +24,6 @@ gpu = functools.partial(jamp.autocast, device_type="gpu")
 X = jax.random.normal(jax.random.key(0), (4, 4))
 W = jax.random.normal(jax.random.key(1), (4, 4)) / 2
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
-
 
 class Pair(NamedTuple):
     x: Any

@@ -135,7 +135,7 @@ def measured(subject, mode, *rivals, deadline=float("inf")):
 
 @pytest.mark.parametrize("mode", ["training", "inference"])
 @pytest.mark.parametrize("subject", SUBJECTS)
-def test_a_subject_gives_every_figure(subject, mode, fast_compilation):
+def test_a_subject_gives_every_figure(subject, mode):
     comparison, summary = measured(subject, mode, "autocast")
     rivals = summary["rivals"]
     wanted = TRAINING_FIGURES if mode == "training" else INFERENCE_FIGURES

@@ -17,7 +17,6 @@ TOLERANCE = {"gpu": 16 * 2.0**-11, "cpu": 16 * 2.0**-8}
 
 NAMED = {construct.name: construct for construct in CONSTRUCTS}
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
 each_device = pytest.mark.parametrize("device", LOW)
 
 # The whole matrix is a long run. These are in the default one from end to end; of the

@@ -47,8 +47,6 @@ FORWARD = (
 SECOND = ("scan", "checkpoint_these_names", "custom_jvp", "custom_linear_solve")
 X, W = square()
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
-
 
 def of_floats(name, wrap=lambda fn: fn):
     """A construct as a function of its floating arguments, and these."""

@@ -22,8 +22,6 @@ gpu = functools.partial(jamp.autocast, device_type="gpu")
 X = jax.random.normal(jax.random.key(1), (8, 4))
 Y = jnp.sin(X[:, :2])
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
-
 
 def near(actual, expected, tolerance=0.02):
     assert dtypes(actual) == dtypes(expected)

@@ -18,7 +18,6 @@ ROUNDINGS = 16
 # to the largest result instead of to each.
 SUMS = ("conv_general_dilated", "dot_general")
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
 each_device = pytest.mark.parametrize("device", ["gpu", "cpu"])
 each_group = pytest.mark.parametrize("group", HARNESSES)
 

@@ -38,9 +38,6 @@ every_differentiable = pytest.mark.parametrize(
 every_device = pytest.mark.parametrize("device", DEVICES)
 
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
-
-
 def on(device, **options):
     """autocast for a device type, on whatever backend the tests run."""
     return functools.partial(jamp.autocast, device_type=device, **options)

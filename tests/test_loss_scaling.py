@@ -12,8 +12,6 @@ from scaler_reference import NON_FINITE, bits, same, state_of, torch_adam, traje
 import jamp
 from jamp import GradScaler, ScalerError, ScalerTypeError
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
-
 TRAJECTORIES = {run.trace.name: run for run in trajectories()}
 TORCHS = {
     "sgd_lr0.1": optax.sgd(0.1),

@@ -10,8 +10,6 @@ from scaler_reference import NON_FINITE, all_finite, poisoned, same
 
 import jamp
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
-
 SCALER = jamp.GradScaler(init_scale=2.0**10, growth_interval=2)
 KEY = jax.random.key(0)
 SCHEDULE = optax.linear_schedule(0.1, 0.01, 10)

@@ -22,8 +22,6 @@ from scaler_reference import (
 
 import jamp
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
-
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float8_e5m2, jnp.complex64, jnp.int32)
 SHAPES = ((), (3,), (2, 2), (0,), (3, 0))
 FINITE = (0.0, 1.0, -2.5, 1024.0, -5e4)

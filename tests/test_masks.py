@@ -41,9 +41,6 @@ every_masking = pytest.mark.parametrize("masking", MASKINGS)
 every_softmax = pytest.mark.parametrize("softmax", SOFTMAXES)
 
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
-
-
 def attention(masking, softmax):
     """Attention of one head, with queries large enough to matter."""
 

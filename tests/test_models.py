@@ -17,7 +17,6 @@ LOW = {"cpu": "bfloat16", "gpu": "float16"}
 # float16 loses gradients below 6e-8; a fixed scale is enough for these models.
 LOSS_SCALE = {None: 1.0, "cpu": 1.0, "gpu": 2.0**10}
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
 each_model = pytest.mark.parametrize("name", MODELS)
 each_device = pytest.mark.parametrize("device", LOW)
 # Compiling every model once more, for float16, takes half a minute.

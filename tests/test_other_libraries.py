@@ -18,8 +18,6 @@ gpu = functools.partial(jamp.autocast, device_type="gpu")
 X = jax.random.normal(jax.random.key(1), (8, 4))
 Y = jnp.sin(X[:, :2])
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
-
 
 @pytest.fixture(scope="module")
 def eqx():

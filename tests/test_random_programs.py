@@ -27,7 +27,6 @@ SECOND_ORDER = 2
 # Roundings of float32.
 SLACK = 2.0**-18
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
 each_device = pytest.mark.parametrize("device", DEVICES)
 
 

@@ -17,8 +17,6 @@ from test_construct_matrix import LOW, TOLERANCE, cast, each_device, error
 
 import jamp
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
-
 NAMED = {construct.name: construct for construct in programs.CONSTRUCTS}
 LEARNING_RATE = 0.1
 

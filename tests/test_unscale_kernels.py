@@ -15,7 +15,6 @@ from jamp.pallas_kernels.unscale import backends, reference, with_kernel
 from jamp.pallas_kernels.unscale.launches import Request
 
 pytestmark = [
-    pytest.mark.usefixtures("fast_compilation"),
     # At every compilation JAX announces the end of its Triton backend.
     pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
 ]
