@@ -12,7 +12,9 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from op_cases import CASES, DRAWS, NO_COUNTERPART, OpCase, Spec, draw
+from op_cases import CASES, DRAWS, GROUPS, NO_COUNTERPART, OpCase, Spec, draw
+from tables import check_each
+from torch_parity import computed, references
 
 TABLE = json.loads(
     (Path(__file__).parent / "data" / "torch_op_table.json").read_text("utf-8")
@@ -21,12 +23,11 @@ OPS = {op["name"]: op for op in TABLE["ops"]}
 MODULES = {"jax": jax, "jnp": jnp, "lax": lax, "nn": nn, "np": np, "optax": optax}
 TOLERANCE = 1e-3
 
-every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.op)
+LOW = (jnp.float16, jnp.bfloat16)
 
 
-def outputs_of(case, dtype):
-    """The outputs of a case as NumPy arrays, in the order torch returns them."""
-    return [np.asarray(x) for x in jax.tree.leaves(case.fn(*draw(case, dtype)))]
+def check_cases(check):
+    check_each(CASES, check, lambda case: case.op)
 
 
 def assert_close(actual, reference):
@@ -76,82 +77,101 @@ def test_the_table_names_every_torch_op_once():
     assert len(OPS) == len(TABLE["ops"]) == 237
 
 
-@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
-def test_the_table_uses_the_policies_and_dtypes_it_declares(op):
-    assert {op["cuda"], op["cpu"]} <= set(TABLE["policies"])
+def test_the_table_uses_the_policies_and_dtypes_it_declares():
     dtypes = {"low", "float32", "complex64", "complex32", "int64", "int32", "error"}
-    for device in ("cuda", "cpu"):
-        measured = op["measured"][device]
-        assert set(measured) == {"float32", "low"}
-        assert (measured["float32"] is None) == (measured["low"] is None)
-        for tokens in measured.values():
-            assert tokens is None or (tokens and set(tokens) <= dtypes)
+
+    def check(op):
+        assert {op["cuda"], op["cpu"]} <= set(TABLE["policies"])
+        for device in ("cuda", "cpu"):
+            measured = op["measured"][device]
+            assert set(measured) == {"float32", "low"}
+            assert (measured["float32"] is None) == (measured["low"] is None)
+            for tokens in measured.values():
+                assert tokens is None or (tokens and set(tokens) <= dtypes)
+
+    check_each(OPS.values(), check, lambda op: op["name"])
 
 
-@pytest.mark.parametrize("op", NO_COUNTERPART)
-def test_a_missing_counterpart_has_a_reason(op):
-    reason = NO_COUNTERPART[op]
-    assert reason.startswith("removed from torch") == OPS[op]["removed"]
-    for prefix in ("removed from torch 2.x; see ", "internal name of "):
-        if reason.startswith(prefix):
-            others = reason.removeprefix(prefix).replace(" and ", ", ").split(", ")
-            assert set(others) <= {case.op for case in CASES}
+def test_a_missing_counterpart_has_a_reason():
+    def check(op):
+        reason = NO_COUNTERPART[op]
+        assert reason.startswith("removed from torch") == OPS[op]["removed"]
+        for prefix in ("removed from torch 2.x; see ", "internal name of "):
+            if reason.startswith(prefix):
+                others = reason.removeprefix(prefix).replace(" and ", ", ").split(", ")
+                assert set(others) <= {case.op for case in CASES}
+
+    check_each(NO_COUNTERPART, check)
 
 
-@every_case
-def test_a_counterpart_names_functions_that_exist(case):
-    assert unknown_names(case.counterpart) == set()
+def test_a_counterpart_names_functions_that_exist():
+    def check(case):
+        assert unknown_names(case.counterpart) == set()
+
+    check_cases(check)
 
 
-@every_case
-def test_a_case_agrees_with_itself_in_float64(case):
-    single = outputs_of(case, np.float32)
-    with jax.enable_x64(True):
-        double = outputs_of(case, np.float64)
-    if not case.values:
-        assert [x.shape for x in single] == [x.shape for x in double]
-        assert all(np.isfinite(x).all() for x in single)
-    else:
-        assert_close(single, double)
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_case_agrees_with_itself_in_float64(group):
     wide = {np.dtype(np.float64), np.dtype(np.complex128)}
-    assert all(x.dtype in wide for x in double if np.issubdtype(x.dtype, np.inexact))
+    cases = {case.op: case for case in GROUPS[group]}
+    singles = computed(
+        {op: case.fn for op, case in cases.items()},
+        {op: draw(case, np.float32) for op, case in cases.items()},
+    )
+
+    def check(op):
+        single, double = singles[op], references(group)[op]
+        if not cases[op].values:
+            assert [x.shape for x in single] == [x.shape for x in double]
+            assert all(np.isfinite(x).all() for x in single)
+        else:
+            assert_close(single, double)
+        assert all(
+            x.dtype in wide for x in double if np.issubdtype(x.dtype, np.inexact)
+        )
+
+    check_each(cases, check)
 
 
-@every_case
-def test_a_case_has_as_many_outputs_as_torch(case):
-    outputs = jax.tree.leaves(jax.eval_shape(case.fn, *draw(case, np.float32)))
-    if case.index:
-        assert len(outputs) == len(case.index)
-    for device in ("cuda", "cpu"):
-        for tokens in OPS[case.op]["measured"][device].values():
-            # One dtype stands for any number of outputs that share it.
-            if tokens is not None and len(tokens) > 1:
-                index = case.index or tuple(range(len(tokens)))
-                assert len(outputs) == len(index)
-                assert max(index) < len(tokens)
+def test_a_case_has_as_many_outputs_as_torch():
+    def check(case):
+        outputs = jax.tree.leaves(jax.eval_shape(case.fn, *draw(case, np.float32)))
+        if case.index:
+            assert len(outputs) == len(case.index)
+        for device in ("cuda", "cpu"):
+            for tokens in OPS[case.op]["measured"][device].values():
+                # One dtype stands for any number of outputs that share it.
+                if tokens is not None and len(tokens) > 1:
+                    index = case.index or tuple(range(len(tokens)))
+                    assert len(outputs) == len(index)
+                    assert max(index) < len(tokens)
+
+    check_cases(check)
 
 
-@every_case
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=["f16", "bf16"])
-def test_a_case_traces_in_16_bits_as_stated(case, dtype):
-    assert_traces_as_stated(case, dtype)
+@pytest.mark.parametrize("dtype", LOW, ids=["f16", "bf16"])
+def test_a_case_traces_in_16_bits_as_stated(dtype):
+    check_cases(lambda case: assert_traces_as_stated(case, dtype))
 
 
-@every_case
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=["f16", "bf16"])
-def test_a_case_draws_the_same_numbers_in_every_dtype(case, dtype):
-    single = draw(case, np.float32)
-    again = draw(case, np.float32)
-    low = draw(case, dtype)
-    floats = 0
-    for spec, x, y, z in zip(case.inputs, single, again, low, strict=True):
-        assert x.shape == z.shape == spec.shape
-        np.testing.assert_array_equal(x, y)
-        if jnp.issubdtype(x.dtype, jnp.floating):
-            floats += 1
-            assert (x.dtype, z.dtype) == (jnp.float32, dtype)
-            np.testing.assert_array_equal(x, z.astype(jnp.float32))
-    assert floats
+@pytest.mark.parametrize("dtype", LOW, ids=["f16", "bf16"])
+def test_a_case_draws_the_same_numbers_in_every_dtype(dtype):
+    def check(case):
+        single = draw(case, np.float32)
+        again = draw(case, np.float32)
+        low = draw(case, dtype)
+        floats = 0
+        for spec, x, y, z in zip(case.inputs, single, again, low, strict=True):
+            assert x.shape == z.shape == spec.shape
+            np.testing.assert_array_equal(x, y)
+            if jnp.issubdtype(x.dtype, jnp.floating):
+                floats += 1
+                assert (x.dtype, z.dtype) == (jnp.float32, dtype)
+                np.testing.assert_array_equal(x, np.asarray(z, np.float32))
+        assert floats
+
+    check_cases(check)
 
 
 def test_every_way_to_draw_is_used():

@@ -6,7 +6,6 @@ float64: the drawn arguments are exact in every dtype, so all that differs is ro
 """
 
 import math
-from functools import cache
 from typing import NamedTuple
 
 import jax
@@ -15,27 +14,34 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxpr_as_fun
 from jaxprs import equations
-from op_cases import CASES, draw
+from op_cases import GROUPS, draw
+from tables import check_each
 from torch_parity import (
     BY_OP,
     DEVICES,
     KINDS,
     OPS,
+    arguments,
+    computed,
     differences,
-    dtype_of,
     is_composed,
     measurements,
     read_differences,
     reasons,
+    references,
     shares,
+    traced,
 )
 
-import jamp
+each_group = pytest.mark.parametrize("group", GROUPS)
 
-COUNTED = [row for row in measurements() if row.counted]
-UNCOUNTED = [row for row in measurements() if not row.counted]
 
-each_measurement = pytest.mark.parametrize("row", COUNTED, ids=lambda row: row.name)
+def measured_rows(counted=True):
+    return [row for row in measurements() if row.counted == counted]
+
+
+def in_group(rows, group):
+    return [row for row in rows if row.case in GROUPS[group]]
 
 
 # Dtypes.
@@ -49,15 +55,21 @@ def assert_as_known(row, returned):
         assert returned == row.torch
 
 
-@each_measurement
-def test_the_dtypes_are_those_of_torch(row):
-    assert_as_known(row, row.jamp())
+@each_group
+def test_the_dtypes_are_those_of_torch(group):
+    check_each(
+        in_group(measured_rows(), group),
+        lambda row: assert_as_known(row, row.jamp()),
+        lambda row: row.name,
+    )
 
 
-@pytest.mark.parametrize("row", UNCOUNTED, ids=lambda row: row.name)
-def test_complex64_stands_in_for_the_complex32_that_jax_lacks(row):
-    expected = [d.replace("complex32", "complex64") for d in row.torch]
-    assert list(row.jamp()) == expected
+def test_complex64_stands_in_for_the_complex32_that_jax_lacks():
+    def check(row):
+        expected = [d.replace("complex32", "complex64") for d in row.torch]
+        assert list(row.jamp()) == expected
+
+    check_each(measured_rows(counted=False), check, lambda row: row.name)
 
 
 def test_almost_all_measurements_agree(record_property):
@@ -72,25 +84,21 @@ def test_almost_all_measurements_agree(record_property):
 def test_each_difference_is_of_something_measured_and_is_listed_once():
     listed = [key for known in differences() for key in known.keys]
     assert len(listed) == len(set(listed))
-    assert set(listed) <= {row.key for row in COUNTED}
+    assert set(listed) <= {row.key for row in measured_rows()}
 
 
 def test_each_difference_has_a_reason():
     assert all(known.reason.endswith(".") and known.keys for known in differences())
 
 
-@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
-def test_an_op_is_composed_where_its_note_says_so(op):
-    assert op["composed"] == is_composed(op["note"])
+def test_an_op_is_composed_where_its_note_says_so():
+    def check(op):
+        assert OPS[op]["composed"] == is_composed(OPS[op]["note"])
+
+    check_each(OPS, check)
 
 
 # Values.
-
-# Without the rounding that XLA would otherwise optimise away, and quick to compile.
-COMPILER = {
-    "xla_allow_excess_precision": False,
-    "xla_backend_optimization_level": 0,
-}
 
 # The error allowed, relative to the largest entry of the reference: a multiple of the
 # spacing at 1 of the narrowest dtype in which anything was computed, times the square
@@ -179,19 +187,6 @@ def summed(program):
     return max(terms)
 
 
-def leaves(result):
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(result)]
-
-
-@cache
-def reference(op):
-    """The outputs of a case computed in float64."""
-    case = BY_OP[op]
-    with jax.enable_x64(True):
-        compiled = jax.jit(case.fn, compiler_options=COMPILER)
-        return leaves(compiled(*draw(case, np.float64)))
-
-
 def assert_within(actual, expected, tolerance):
     """Each output is within `tolerance` of the reference's largest entry."""
     assert len(actual) == len(expected)
@@ -215,41 +210,40 @@ def tolerance_of(op, kind, low, program):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("op", [case.op for case in CASES if case.values])
-def test_values_are_as_accurate_as_their_dtypes(op, kind):
-    case = BY_OP[op]
-    devices = [device for device in DEVICES if (op, device, kind) not in NOT_ON_CPU]
-    programs, arguments = [], []
-    for device in devices:
-        arguments.append(draw(case, dtype_of(kind, device)))
-        fn = jamp.autocast(case.fn, device_type=device)
-        programs.append(jax.make_jaxpr(fn)(*arguments[-1]))
+@each_group
+def test_values_are_as_accurate_as_their_dtypes(group, kind):
+    rows = [
+        (case.op, device)
+        for case in GROUPS[group]
+        for device in DEVICES
+        if case.values and (case.op, device, kind) not in NOT_ON_CPU
+    ]
+    programs = {row: traced(*row, kind) for row in rows}
+    results = computed(
+        {row: jaxpr_as_fun(program) for row, program in programs.items()},
+        {row: arguments(*row, kind) for row in rows},
+    )
 
-    def run(arguments):
-        return [
-            jaxpr_as_fun(program)(*inputs)
-            for program, inputs in zip(programs, arguments, strict=True)
-        ]
+    def check(row):
+        op, device = row
+        tolerance = tolerance_of(op, kind, DEVICES[device][1], programs[row])
+        assert_within(results[row], references(group)[op], tolerance)
 
-    results = jax.jit(run, compiler_options=COMPILER)(arguments)
-    for device, program, result in zip(devices, programs, results, strict=True):
-        tolerance = tolerance_of(op, kind, DEVICES[device][1], program)
-        assert_within(leaves(result), reference(op), tolerance)
+    check_each(rows, check)
 
 
 @pytest.mark.parametrize("op, device, kind", NOT_ON_CPU)
 def test_what_cannot_run_on_a_cpu_cannot_without_jamp_either(op, device, kind):
-    arguments = draw(BY_OP[op], dtype_of(kind, device))
     with pytest.raises(ValueError, match="not supported by dot_general on CPU"):
-        jax.jit(BY_OP[op].fn)(*arguments)
+        jax.jit(BY_OP[op].fn)(*arguments(op, device, kind))
 
 
 # What follows feeds each comparing function a wrong value.
 
 
 def test_a_stale_difference_and_an_unlisted_one_are_found():
-    known = next(row for row in COUNTED if row.key in reasons())
-    other = next(row for row in COUNTED if row.key not in reasons())
+    known = next(row for row in measured_rows() if row.key in reasons())
+    other = next(row for row in measured_rows() if row.key not in reasons())
     assert_as_known(known, ("something else",))
     assert_as_known(other, other.torch)
     with pytest.raises(AssertionError):
@@ -277,11 +271,12 @@ def test_comparing_values_rejects_a_wrong_one(wrong):
 
 def test_a_rounding_too_many_is_found():
     case = BY_OP["mm"]
-    rounded = [np.asarray(x, jnp.bfloat16) for x in reference("mm")]
+    expected = references("matmul")["mm"]
+    rounded = [np.asarray(x, jnp.bfloat16) for x in expected]
     program = jax.make_jaxpr(case.fn)(*draw(case, jnp.float32))
     tolerance = tolerance_of("mm", "float32", jnp.bfloat16, program)
     with pytest.raises(AssertionError):
-        assert_within(rounded, reference("mm"), tolerance)
+        assert_within(rounded, expected, tolerance)
 
 
 @pytest.mark.parametrize("op", ALLOWANCES)

@@ -5,7 +5,7 @@ The tests of parity and the page docs/ops.md read the same tables through this m
 
 import json
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,8 +14,10 @@ from typing import Any
 import flax.linen  # noqa: F401 - policies recognise functions of imported modules only
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax  # noqa: F401 - see above
-from op_cases import CASES, OpCase, draw
+from jax.extend.core import ClosedJaxpr
+from op_cases import CASES, GROUPS, OpCase, draw
 
 import jamp
 
@@ -29,6 +31,12 @@ BY_OP = {case.op: case for case in CASES}
 # jamp's device types: what torch calls the device, and the 16-bit dtype measured there.
 DEVICES = {"gpu": ("cuda", jnp.float16), "cpu": ("cpu", jnp.bfloat16)}
 KINDS = ("float32", "low")
+
+# Without the rounding that XLA would otherwise optimise away, and quick to compile.
+COMPILER = {
+    "xla_allow_excess_precision": False,
+    "xla_backend_optimization_level": 0,
+}
 
 # What a note of the table says of an op that JAX has no function for. The first three
 # speak of one output of the op only.
@@ -46,6 +54,43 @@ _COMPOSED = (
 def dtype_of(kind: str, device: str) -> Any:
     """The dtype of the floating arguments."""
     return jnp.float32 if kind == "float32" else DEVICES[device][1]
+
+
+def arguments(op: str, device: str, kind: str) -> list[jax.Array]:
+    """The arguments of an op's case, on one of the devices, in one of the kinds."""
+    return draw(BY_OP[op], dtype_of(kind, device))
+
+
+@cache
+def traced(op: str, device: str, kind: str) -> ClosedJaxpr:
+    """An op's case under autocast."""
+    fn = jamp.autocast(BY_OP[op].fn, device_type=device)
+    return jax.make_jaxpr(fn)(*arguments(op, device, kind))
+
+
+def computed(
+    functions: dict[Any, Callable[..., Any]], arguments: dict[Any, list[jax.Array]]
+) -> dict[Any, list[np.ndarray]]:
+    """The outputs of functions, each of its own arguments, from one program."""
+
+    def run(arguments: dict[Any, list[jax.Array]]) -> dict[Any, Any]:
+        return {name: functions[name](*inputs) for name, inputs in arguments.items()}
+
+    results = jax.jit(run, compiler_options=COMPILER)(arguments)
+    return {
+        name: [np.asarray(leaf) for leaf in jax.tree.leaves(result)]
+        for name, result in results.items()
+    }
+
+
+@cache
+def references(group: str) -> dict[str, list[np.ndarray]]:
+    """The outputs of a group's cases, computed in float64."""
+    with jax.enable_x64(True):
+        return computed(
+            {case.op: case.fn for case in GROUPS[group]},
+            {case.op: draw(case, np.float64) for case in GROUPS[group]},
+        )
 
 
 def is_composed(note: str) -> bool:
@@ -86,17 +131,12 @@ class Measurement:
         """Whether JAX has the dtypes; it has no complex32."""
         return "complex32" not in self.torch
 
-    def arguments(self) -> list[jax.Array]:
-        """The arguments, in this kind."""
-        return draw(self.case, dtype_of(self.kind, self.device))
-
     def jamp(self) -> tuple[str, ...]:
         """The dtypes that jamp returns."""
-        fn = jamp.autocast(self.case.fn, device_type=self.device)
         low = DEVICES[self.device][1]
         return tuple(
-            "low" if leaf.dtype == low else str(leaf.dtype)
-            for leaf in jax.tree.leaves(jax.eval_shape(fn, *self.arguments()))
+            "low" if aval.dtype == low else str(aval.dtype)
+            for aval in traced(self.case.op, self.device, self.kind).out_avals
         )
 
 

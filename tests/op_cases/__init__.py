@@ -1,7 +1,7 @@
 """The JAX counterpart of every torch op that autocast is documented or measured for.
 
-`CASES` holds the ops that have one; `NO_COUNTERPART` says why the others have none.
-Together they name every op of `torch_op_table.json` exactly once.
+`CASES` holds the ops that have one, `GROUPS` the same by file; `NO_COUNTERPART` says
+why the others have none. Together they name every op of `torch_op_table.json` once.
 """
 
 from . import (
@@ -21,18 +21,19 @@ from ._case import OpCase as OpCase
 from ._case import Spec as Spec
 from ._case import draw as draw
 
-CASES: tuple[OpCase, ...] = (
-    *matmul.CASES,
-    *convolution.CASES,
-    *pointwise.CASES,
-    *reductions.CASES,
-    *losses.CASES,
-    *linalg.CASES,
-    *layers.CASES,
-    *indexing.CASES,
-    *images.CASES,
-    *signal.CASES,
-)
+GROUPS: dict[str, tuple[OpCase, ...]] = {
+    "matmul": matmul.CASES,
+    "convolution": convolution.CASES,
+    "pointwise": pointwise.CASES,
+    "reductions": reductions.CASES,
+    "losses": losses.CASES,
+    "linalg": linalg.CASES,
+    "layers": layers.CASES,
+    "indexing": indexing.CASES,
+    "images": images.CASES,
+    "signal": signal.CASES,
+}
+CASES: tuple[OpCase, ...] = tuple(case for group in GROUPS.values() for case in group)
 
 NO_COUNTERPART: dict[str, str] = {
     "eig": "removed from torch 2.x; see linalg_eig",
