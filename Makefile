@@ -18,6 +18,8 @@ BIN := $(VENV)/bin
 
 export JAX_PLATFORMS ?= cpu
 export PIP_NO_INPUT := 1
+# Packages are installed without bytecode; Python writes it where it imports them.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: train test test-slow docs clean
 
@@ -28,24 +30,23 @@ test: $(VENV)/.installed-$(VERSION)-test
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy --strict jamp tests/typing_examples.py
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist worksteal
 
 test-slow: $(VENV)/.installed-$(VERSION)-test
-	$(BIN)/pytest -n 2 -m slow
+	$(BIN)/pytest -n 2 --dist worksteal -m slow
 
 docs: $(VENV)/.installed-$(VERSION)-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf .venv .venv-* build dist *.egg-info
+	rm -rf .venv .venv-* .jax_cache build dist *.egg-info
 
 # The stamps carry the Python version, so a changed python3 starts a new environment.
 $(VENV)/.installed-$(VERSION)-%: pyproject.toml | $(BIN)/python$(VERSION)
-	$(BIN)/python -m pip install --editable '.[$*]'
+	$(BIN)/python -m pip install --no-compile --editable '.[$*]'
 	touch $@
 
 $(BIN)/python$(VERSION):
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --upgrade pip
 
 .DELETE_ON_ERROR:
