@@ -85,70 +85,59 @@ class Equation(NamedTuple):
         """Plans a program that the equation holds; see `Planner.inner`."""
         return self.planner.inner(closed(program), operands, self.context, hoisted)
 
-    def as_traced(
-        self, operands: Sequence[Value] | None = None, traits: Sequence[Traits] = ()
-    ) -> list[Value]:
-        """Binds the equation as it is.
-
-        Args:
-          operands: its operands, if they are others by now.
-          traits: what is known of its results, if anything.
-        """
-        dtypes = map(_dtypes.dtype_of, self.eqn.outvars)
-        results = self.results(dtypes, traits)
-        taken = self.operands if operands is None else operands
+    def as_traced(self, traits: Sequence[Traits] = ()) -> list[Value]:
+        """Binds the equation as it is; something may be known of its results."""
+        results = self._results(map(_dtypes.dtype_of, self.eqn.outvars), traits)
         device_type = self.context.region.device_type
-        self.plan.add(Bind(taken, results, self.eqn, None, device_type))
+        self.plan.add(Bind(self.operands, results, self.eqn, None, device_type))
         return results
 
-    def results(
-        self, dtypes: Iterable[Any], traits: Sequence[Traits] = ()
+    def calling(
+        self,
+        inner: Plan,
+        operands: Sequence[Value] | None = None,
+        *,
+        changed: bool = False,
+        kind: str | None = None,
     ) -> list[Value]:
-        """Values of the equation's results in dtypes."""
-        known = traits or (None,) * len(self.eqn.outvars)
-        return [
-            Value.of(var.aval, dtype, found)
-            for var, dtype, found in zip(self.eqn.outvars, dtypes, known, strict=True)
-        ]
+        """Binds the equation with another program; as it is, if nothing changes.
+
+        Args:
+          inner: what is to run for its program.
+          operands: its operands, if they are others by now.
+          changed: whether more changes than the program.
+          kind: the primitive that it is emitted as, if it is another one.
+        """
+        self.note(inner)
+        if not (inner.changed or changed):
+            return self.as_traced(inner.traits)
+        self.plan.changed = True
+        return self.add([inner], inner.dtypes, operands, inner.traits, kind)
 
     def add(
         self,
         plans: Sequence[Plan],
         dtypes: Iterable[Any],
         operands: Sequence[Value] | None = None,
-        *,
         traits: Sequence[Traits] = (),
-        slots: Sequence[int] = (),
         kind: str | None = None,
     ) -> list[Value]:
-        """Adds an action for the equation, whose programs are planned anew.
-
-        Args:
-          plans: what is to run for the equation's programs.
-          dtypes: those of its results.
-          operands: its operands, if they are others by now.
-          traits: what is known of its results, if anything.
-          slots: what the last operands are casts of.
-          kind: the primitive that it is emitted as, if it is another one.
-
-        Returns:
-          Its results.
-        """
-        results = self.results(dtypes, traits)
+        """Binds the equation with other programs, for results in some dtypes."""
+        results = self._results(dtypes, traits)
         taken = self.operands if operands is None else operands
         name = kind or self.eqn.primitive.name
-        self.plan.add(
-            Structural(taken, results, self.eqn, plans, self.context, slots, name)
-        )
+        self.plan.add(Structural(taken, results, self.eqn, plans, self.context, name))
         return results
 
-    def extras(self, inputs: Sequence[Value], inner: Plan) -> list[Value]:
-        """The casts that an inner program leaves to this equation.
+    def _results(self, dtypes: Iterable[Any], traits: Sequence[Traits]) -> list[Value]:
+        known = traits or (None,) * len(self.eqn.outvars)
+        return [
+            Value.of(var.aval, dtype, found)
+            for var, dtype, found in zip(self.eqn.outvars, dtypes, known, strict=True)
+        ]
 
-        Args:
-          inputs: its inputs, the first ones at least.
-          inner: its plan.
-        """
+    def extras(self, inputs: Sequence[Value], inner: Plan) -> list[Value]:
+        """The casts of a program's first inputs that it leaves to this equation."""
         return [self.caster.cast(inputs[slot], dtype) for slot, dtype in inner.extras]
 
     def note(self, *plans: Plan) -> None:

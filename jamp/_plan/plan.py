@@ -81,16 +81,22 @@ class Structural(Action):
       eqn: the equation as traced.
       plans: what is to run for its programs.
       context: what holds around it.
-      slots: what the last operands are casts of, by position among the inputs of the
-        last program, which takes them as further inputs.
       kind: the primitive that it is emitted as.
     """
 
     eqn: JaxprEqn
     plans: Sequence[Plan]
     context: Context
-    slots: Sequence[int]
     kind: str
+
+    @property
+    def slots(self) -> list[int]:
+        """What the last operands are casts of.
+
+        They are positions among the inputs of the last program, which takes the casts
+        as further inputs.
+        """
+        return [slot for slot, _ in self.plans[-1].extras]
 
     @property
     def dtypes(self) -> list[Any]:
@@ -131,11 +137,6 @@ class Plan:
     entries: list[Entry] = field(default_factory=list)
     changed: bool = False
     _source: tuple[JaxprEqn, ...] = ()
-
-    @property
-    def slots(self) -> list[int]:
-        """The positions of the inputs that the extras are casts of."""
-        return [slot for slot, _ in self.extras]
 
     @property
     def dtypes(self) -> tuple[Any, ...]:

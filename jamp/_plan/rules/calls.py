@@ -13,12 +13,7 @@ def plan_jit(equation: Equation) -> list[Value]:
     operands = equation.operands
     slots = range(len(operands))
     inner = equation.inner(equation.eqn.params["jaxpr"], operands, hoisted=slots)
-    equation.note(inner)
-    if not inner.changed:
-        return equation.as_traced(traits=inner.traits)
-    taken = [*operands, *equation.extras(operands, inner)]
-    dtypes, traits = inner.dtypes, inner.traits
-    return equation.add([inner], dtypes, taken, traits=traits, slots=inner.slots)
+    return equation.calling(inner, [*operands, *equation.extras(operands, inner)])
 
 
 @structural("call", "closed_call", "eval_jaxpr", "remat_opt")

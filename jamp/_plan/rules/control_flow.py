@@ -42,7 +42,6 @@ def plan_scan(equation: Equation) -> list[Value]:
         [inner],
         [*settled, *inner.dtypes[num_carry:]],
         [*consts, *_in_dtypes(equation, carry, settled), *slices, *extras],
-        slots=inner.slots,
     )
 
 
@@ -70,7 +69,6 @@ def plan_while(equation: Equation) -> list[Value]:
         [test, inner],
         settled,
         [*cond_consts, *body_consts, *_in_dtypes(equation, carry, settled), *extras],
-        slots=inner.slots,
     )
 
 

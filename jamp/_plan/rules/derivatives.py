@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jamp._plan.derivative_rules import trace_jvp
-from jamp._plan.equation import Equation, closed
+from jamp._plan.equation import Equation
 from jamp._plan.rules.registry import structural
 from jamp._plan.values import Value
 from jamp._tracing.regions import holds_region, tracing
@@ -23,21 +23,30 @@ from jamp._tracing.regions import holds_region, tracing
 def plan_custom_jvp(equation: Equation) -> list[Value]:
     """Plans a custom_jvp function; its rule is kept and runs under the same policy."""
     inner = equation.inner(equation.eqn.params["call_jaxpr"], equation.operands)
-    equation.note(inner)
-    if not inner.changed and not _changes_rule(equation):
-        return equation.as_traced(traits=inner.traits)
-    equation.plan.changed = True
-    return equation.add([inner], inner.dtypes, traits=inner.traits)
+    changed = inner.changed or _changes_rule(equation)
+    return equation.calling(inner, changed=changed)
 
 
 @structural("custom_vjp_call")
 def plan_custom_vjp(equation: Equation) -> list[Value]:
     """Plans a custom_vjp function; its two rules are kept and run under the policy."""
     inner = equation.inner(equation.eqn.params["call_jaxpr"], equation.operands)
-    equation.note(inner)
     # Whether its rules would change is known only once it is differentiated.
-    equation.plan.changed = True
-    return equation.add([inner], inner.dtypes, traits=inner.traits)
+    return equation.calling(inner, changed=True)
+
+
+@structural("custom_vmap_call")
+def plan_custom_vmap(equation: Equation) -> list[Value]:
+    """Plans a custom_vmap function; its rule is kept and runs under the same policy."""
+    inner = equation.inner(equation.eqn.params["call"], equation.operands)
+    return equation.calling(inner, changed=True)
+
+
+@structural("remat2")
+def plan_checkpoint(equation: Equation) -> list[Value]:
+    """Plans a checkpointed function; it recomputes in the dtypes of the first run."""
+    inner = equation.inner(equation.eqn.params["jaxpr"], equation.operands)
+    return equation.calling(inner)
 
 
 @structural("call_hi_primitive")
@@ -50,33 +59,11 @@ def plan_hi_primitive(equation: Equation) -> list[Value]:
             lambda *arrays: primitive.to_lojax(*arrays, **equation.eqn.params)
         )(*avals)
     inner = equation.inner(expanded, equation.operands)
-    equation.note(inner)
-    if not inner.changed:
-        return equation.as_traced(traits=inner.traits)
     kind = "custom_vjp_call"
     with suppress(NotImplementedError):
         trace_jvp(equation.eqn, equation.context.region)
         kind = "custom_jvp_call"
-    return equation.add([inner], inner.dtypes, traits=inner.traits, kind=kind)
-
-
-@structural("custom_vmap_call")
-def plan_custom_vmap(equation: Equation) -> list[Value]:
-    """Plans a custom_vmap function; its rule is kept and runs under the same policy."""
-    inner = equation.inner(equation.eqn.params["call"], equation.operands)
-    equation.note(inner)
-    equation.plan.changed = True
-    return equation.add([inner], inner.dtypes, traits=inner.traits)
-
-
-@structural("remat2")
-def plan_checkpoint(equation: Equation) -> list[Value]:
-    """Plans a checkpointed function; it recomputes in the dtypes of the first run."""
-    inner = equation.inner(closed(equation.eqn.params["jaxpr"]), equation.operands)
-    equation.note(inner)
-    if not inner.changed:
-        return equation.as_traced(traits=inner.traits)
-    return equation.add([inner], inner.dtypes, traits=inner.traits)
+    return equation.calling(inner, kind=kind)
 
 
 def _changes_rule(equation: Equation) -> bool:

@@ -17,4 +17,6 @@ def plan_shard_map(equation: Equation) -> list[Value]:
     ]
     inner = equation.inner(program, shards)
     equation.note(inner)
+    if not inner.changed:
+        return equation.as_traced()
     return equation.add([inner], inner.dtypes)
