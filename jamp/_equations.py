@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from jax.extend.core import JaxprEqn, jaxprs_in_params
@@ -17,11 +17,18 @@ def equations(
       program: a jaxpr, closed or not.
       enter: whether the programs that an equation holds are looked into.
     """
-    for eqn in program.eqns:
+    return nested(program.eqns, enter)
+
+
+def nested(
+    eqns: Iterable[JaxprEqn], enter: Callable[[JaxprEqn], bool] = lambda eqn: True
+) -> Iterator[JaxprEqn]:
+    """Some equations, each followed by those that it holds; see `equations`."""
+    for eqn in eqns:
         yield eqn
         if enter(eqn):
             for inner in jaxprs_in_params(eqn.params):
-                yield from equations(inner, enter)
+                yield from nested(inner.eqns, enter)
 
 
 def holds_program(eqn: JaxprEqn) -> bool:

@@ -22,7 +22,7 @@ from jamp._emit.binding import convert
 from jamp._emit.emitter import Emitter, emit, emits
 from jamp._plan.derivative_rules import call_of, differentiable, trace_jvp, trace_vjp
 from jamp._plan.plan import Plan, Structural
-from jamp._plan.planner import plan_program
+from jamp._plan.planner import inputs_like, plan_program
 from jamp._plan.values import Value
 from jamp._tracing.regions import tracing
 
@@ -70,7 +70,7 @@ def emit_custom_vjp(
     def bwd(residuals: list[Any], cotangents: Any) -> tuple[Any, ...]:
         count, _, backward = rules()
         taken = [*residuals, *map(_instantiated, cotangents)]
-        plan = plan_program(backward, _like(backward, taken), context)
+        plan = plan_program(backward, inputs_like(backward, taken), context)
         slots = differentiable(eqn, count)
         dtypes = [action.operands[slot].dtype for slot in slots]
         gradients = _in_dtypes(emit(plan, taken), plan, dtypes)
@@ -99,7 +99,7 @@ def emit_custom_vmap(
         by_rule = jax.vmap(call_of(eqn), in_axes=axes, axis_size=size)
         with tracing(context.region):
             program = jax.make_jaxpr(by_rule)(*avals)
-        plan = plan_program(program, _like(program, arrays), context)
+        plan = plan_program(program, inputs_like(program, arrays), context)
         outs = _in_dtypes(emit(plan, arrays), plan, inner.dtypes)
         return outs, (True,) * len(outs)
 
@@ -112,12 +112,6 @@ def emit_custom_vmap(
 def _inputs(action: Structural) -> list[Value]:
     """Values of a function's inputs inside its rule."""
     return [Value(value.aval, value.traits) for value in action.operands]
-
-
-def _like(program: Any, arrays: Sequence[Any]) -> list[Value]:
-    """Inputs of a program, in the dtypes of some arrays."""
-    pairs = zip(program.in_avals, map(jax.typeof, arrays), strict=True)
-    return [Value.of(aval, getattr(found, "dtype", None)) for aval, found in pairs]
 
 
 def _instantiated(cotangent: Any) -> Any:

@@ -27,8 +27,8 @@ from jamp._compat import INLINE, settings, under_trace
 from jamp._dtypes import FLOAT32
 from jamp._emit.binding import bind
 from jamp._emit.emitter import Emitter, emits
+from jamp._equations import nested
 from jamp._plan.plan import Float32Call
-from jamp._plan.recomputation import holds
 
 _LIMIT = 1024
 _functions: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()
@@ -43,7 +43,7 @@ def emit_float32_call(
     If some of the arrays are of 16 bits, the backward pass runs the equations again.
     """
     low = tuple(value.dtype in _dtypes.LOW_DTYPES for value in action.operands)
-    run = _narrowing(_runner(action), action)
+    run = _runner(action)
     if any(low):
         run = _recomputing(run, low, action)
     if not under_trace(arrays):
@@ -73,7 +73,13 @@ def _runner(action: Float32Call) -> Callable[..., list[Any]]:
             ):
                 results = bind(eqn, operands)
             env.update(zip(eqn.outvars, results, strict=True))
-        return [env[var] for var in action.outvars]
+        wide = [env[var] for var in action.outvars]
+        narrow = [
+            jax.lax.convert_element_type(result, value.dtype)
+            for result, value in zip(wide, action.narrowed, strict=True)
+            if value is not None
+        ]
+        return [*wide, *narrow]
 
     return run
 
@@ -84,20 +90,6 @@ def _reduces(primitive: Any, *operands: Any, **params: Any) -> bool:
     return str(primitive) in primitives.REDUCTIONS
 
 
-def _narrowing(
-    run: Callable[..., list[Any]], action: Float32Call
-) -> Callable[..., list[Any]]:
-    def run_and_narrow(*arrays: Any) -> list[Any]:
-        results = run(*arrays)
-        return results + [
-            jax.lax.convert_element_type(result, value.dtype)
-            for result, value in zip(results, action.narrowed, strict=True)
-            if value is not None
-        ]
-
-    return run_and_narrow
-
-
 def _recomputing(
     run: Callable[..., Any], low: Sequence[bool], action: Float32Call
 ) -> Callable[..., Any]:
@@ -106,8 +98,9 @@ def _recomputing(
     Barriers keep XLA from sharing it with the forward pass, and from fusing it with
     what is around. On GPUs, unlike CPUs, it computes cheap functions again without.
     """
-    costly = holds(action.eqns, primitives.TRANSCENDENTAL.__contains__)
-    round_gradient = costly and not holds(action.eqns, _reduces)
+    names = {eqn.primitive.name for eqn in nested(action.eqns)}
+    costly = not names.isdisjoint(primitives.TRANSCENDENTAL)
+    round_gradient = costly and names.isdisjoint(primitives.REDUCTIONS)
     barred = costly or action.device_type == "cpu"
 
     def widened(array: Any) -> Any:
@@ -115,12 +108,8 @@ def _recomputing(
         return jax.lax.convert_element_type(array, FLOAT32)
 
     def widen_and_run(*arrays: Any) -> Any:
-        return run(
-            *(
-                widened(array) if is_low else array
-                for array, is_low in zip(arrays, low, strict=True)
-            )
-        )
+        pairs = zip(arrays, low, strict=True)
+        return run(*(widened(array) if is_low else array for array, is_low in pairs))
 
     return jax.checkpoint(widen_and_run, policy=_reduces, prevent_cse=barred)
 
@@ -140,10 +129,10 @@ def _rounded_gradient_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
     return primals[0], jax.lax.optimization_barrier(tangents[0])
 
 
-def _key(action: Float32Call, settings: Hashable) -> Hashable:
+def _key(action: Float32Call, others: Hashable) -> Hashable:
     """What two equal calls have in common; None if it cannot be told."""
     numbers = {var: number for number, var in enumerate(action.invars)}
-    parts: list[Hashable] = [tuple(var.aval for var in action.invars), settings]
+    parts: list[Hashable] = [tuple(var.aval for var in action.invars), others]
     for eqn in action.eqns:
         if eqn.primitive.name.startswith("custom_"):
             return None  # its derivative rule is another object in every trace

@@ -145,7 +145,7 @@ def plan_listed_call(planner: Planner, call: ListedCall) -> None:
     inner = call.context._replace(inside=call.context.inside | {call.function})
     first, env = len(plan.entries), call.env
     if rule is Rule.LOWER:
-        if any(map(holds_explicit_precision, eqns)):
+        if holds_explicit_precision(eqns):
             planner.plan_equations(eqns, call.start, env, inner, plan)
             return
         enter = _caster(call)

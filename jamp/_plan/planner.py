@@ -46,9 +46,14 @@ def make_plan(program: Any, arrays: Sequence[Any], options: Options) -> Plan:
     Raises:
       BannedOpError: the policy bans an operation of the program.
     """
-    pairs = zip(program.in_avals, arrays, strict=True)
-    inputs = [Value.of(aval, jax.typeof(array).dtype) for aval, array in pairs]
-    return plan_program(program, inputs, Context(Scope((), options)))
+    context = Context(Scope((), options))
+    return plan_program(program, inputs_like(program, arrays), context)
+
+
+def inputs_like(program: Any, arrays: Sequence[Any]) -> list[Value]:
+    """Inputs of a program, in the dtypes of some arrays."""
+    pairs = zip(program.in_avals, map(jax.typeof, arrays), strict=True)
+    return [Value.of(aval, getattr(found, "dtype", None)) for aval, found in pairs]
 
 
 def plan_program(program: Any, inputs: Sequence[Value], context: Context) -> Plan:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import JaxprEqn, jaxprs_in_params
+from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes
 from jamp import _primitives as primitives
+from jamp._equations import nested
 
 _DEFAULT = (None, jax.lax.Precision.DEFAULT)
 
@@ -44,12 +46,7 @@ def _configured() -> Any:
     return (jax.lax.Precision(name), jax.lax.Precision(name))
 
 
-def holds_explicit_precision(eqn: JaxprEqn) -> bool:
-    """Whether the user asked for one in an equation, or inside of it."""
-    if eqn.primitive.name in primitives.MATMULS:
-        return explicit_precision(eqn)
-    return any(
-        holds_explicit_precision(inner)
-        for program in jaxprs_in_params(eqn.params)
-        for inner in program.eqns
-    )
+def holds_explicit_precision(eqns: Sequence[JaxprEqn]) -> bool:
+    """Whether the user asked for one in some equations, or inside of them."""
+    names = primitives.MATMULS
+    return any(explicit_precision(e) for e in nested(eqns) if e.primitive.name in names)
