@@ -19,11 +19,17 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "torch", "jmp", "jaxamp")
 
 def write_results(name: str, figures: dict[str, Any]) -> Path:
     """Writes `results/NAME-DEVICE-jaxVERSION.json` and returns its path."""
-    device = jax.devices()[0]
     release = ".".join(jax.__version__.split(".")[:2])
-    path = RESULTS / f"{name}-{device.platform}-jax{release}.json"
+    path = RESULTS / f"{name}-{device_name()}-jax{release}.json"
     path.parent.mkdir(exist_ok=True)
     return write_json(path, {"environment": environment(), "figures": figures})
+
+
+def device_name() -> str:
+    """The backend, and the bfloat16 instructions of a processor that has some."""
+    found = processor() if jax.default_backend() == "cpu" else {}
+    instructions = [flag for flag in ("avx512_bf16", "amx_bf16") if found.get(flag)]
+    return "-".join([jax.default_backend(), *instructions])
 
 
 def write_json(path: Path, content: dict[str, Any]) -> Path:
