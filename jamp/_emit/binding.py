@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import jax
@@ -15,20 +15,20 @@ from jamp._compat import settings
 
 
 @contextmanager
-def source_of(*eqns: JaxprEqn) -> Iterator[None]:
-    """Gives what is emitted inside the source, scopes and settings of equations.
+def source_of(eqn: JaxprEqn, *inside: JaxprEqn) -> Iterator[None]:
+    """Gives what is emitted inside the source, scopes and settings of an equation.
 
     Args:
-      *eqns: the outermost first.
+      eqn: the equation.
+      *inside: equations inside of it, the outermost first.
     """
-    with ExitStack() as stack:
-        for eqn in eqns:
-            names = current_name_stack() + eqn.source_info.name_stack
-            stack.enter_context(
-                user_context(eqn.source_info.traceback, name_stack=names)
-            )
-            stack.enter_context(settings(eqn))
-        yield
+    names = current_name_stack() + eqn.source_info.name_stack
+    with user_context(eqn.source_info.traceback, name_stack=names), settings(eqn):
+        if not inside:
+            yield
+        else:
+            with source_of(*inside):
+                yield
 
 
 def bind(eqn: JaxprEqn, arrays: Sequence[Any], **params: Any) -> list[Any]:

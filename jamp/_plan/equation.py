@@ -11,7 +11,7 @@ from jamp import _dtypes
 from jamp._plan.casting import Caster
 from jamp._plan.context import Context, Environment
 from jamp._plan.plan import Bind, Plan, Structural
-from jamp._plan.records import Group, Ruling
+from jamp._plan.records import InnerRecords, Ruling
 from jamp._plan.values import Traits, Value
 
 
@@ -144,7 +144,7 @@ class Equation(NamedTuple):
         """Records inner programs under the equation."""
         self.note_operands()
         for plan in plans:
-            self.plan.entries.append(Group(self.eqn, plan.entries))
+            self.plan.entries.append(InnerRecords(self.eqn, plan.entries))
             self.plan.changed |= plan.changed
 
     def note_operands(self) -> None:

@@ -73,7 +73,7 @@ def _absolute(x: Interval) -> Interval | None:
     return Interval(low, max(map(abs, x)))
 
 
-_ARITHMETIC: Mapping[str, Callable[..., Interval | None]] = {
+ARITHMETIC: Mapping[str, Callable[..., Interval | None]] = {
     "add": lambda x, y: _span(x.low + y.low, x.high + y.high),
     "sub": lambda x, y: _span(x.low - y.high, x.high - y.low),
     "mul": _products,
@@ -99,7 +99,7 @@ def propagate(eqn: JaxprEqn, operands: list[Interval | None]) -> Interval | None
       eqn: the equation.
       operands: ranges of its floating operands, or of its integer ones if it has none.
     """
-    rule = _ARITHMETIC.get(eqn.primitive.name)
+    rule = ARITHMETIC.get(eqn.primitive.name)
     if rule is None or not operands or any(x is None for x in operands):
         return None
     return rule(*operands)

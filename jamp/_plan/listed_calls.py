@@ -21,7 +21,7 @@ from jamp._plan.recomputation import recomputable, runs_in_float32
 from jamp._plan.records import (
     Conversion,
     Entry,
-    Group,
+    InnerRecords,
     Origin,
     Record,
     Ruling,
@@ -270,7 +270,7 @@ def _as_traced(
         record.results = tuple(map(_dtypes.dtype_of, eqn.outvars))
         yield record
         for program in jaxprs_in_params(eqn.params):
-            yield Group(eqn, list(_as_traced(program.eqns, ruling, inner)))
+            yield InnerRecords(eqn, list(_as_traced(program.eqns, ruling, inner)))
 
 
 def _settle(call: ListedCall, caster: Caster) -> None:

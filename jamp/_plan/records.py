@@ -132,20 +132,20 @@ class Record:
 
 
 @dataclass(slots=True)
-class Group:
+class InnerRecords:
     """Records of an inner program, which stands in the outer one as one equation."""
 
     eqn: JaxprEqn
-    entries: list[Record | Group]
+    entries: list[Record | InnerRecords]
 
 
-Entry = Record | Group
+Entry = Record | InnerRecords
 
 
 def originals(entries: list[Entry]) -> Iterator[Record]:
     """The records themselves; those of inner programs serve every call of them."""
     for entry in entries:
-        if isinstance(entry, Group):
+        if isinstance(entry, InnerRecords):
             yield from originals(entry.entries)
         else:
             yield entry
