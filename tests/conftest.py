@@ -1,6 +1,7 @@
 """Settings shared by all tests, and the guard against a second copy of a package."""
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -27,9 +28,9 @@ if jaxlib.version.__version_info__ < (0, 11):
     os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_use_fusion_emitters=false"
 
 # Compiled programs are shared by the worker processes and kept for the next run.
-jax.config.update(
-    "jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".jax_cache")
-)
+CACHE = Path(__file__).parents[1] / ".jax_cache"
+CACHE_LIMIT = 2**30  # bytes; a run leaves less than a tenth of it
+jax.config.update("jax_compilation_cache_dir", str(CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
@@ -38,6 +39,12 @@ INSTALLED_INSIDE_JAMP = ("policies", "pallas_kernels")
 
 def top_level_copies(modules):
     return [name for name in INSTALLED_INSIDE_JAMP if name in modules]
+
+
+def pytest_configure(config):
+    if not hasattr(config, "workerinput") and CACHE.is_dir():
+        if sum(entry.stat().st_size for entry in CACHE.iterdir()) > CACHE_LIMIT:
+            shutil.rmtree(CACHE)
 
 
 def pytest_runtest_teardown(item):
