@@ -6,7 +6,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from typing import Any, Never, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
@@ -21,7 +21,7 @@ from jamp._lowerings.processor import warn_if_slow
 from jamp._plan.planner import make_plan
 from jamp._policy.policy import Policy
 from jamp._tracing import nnx_modules, regions
-from jamp._tracing.regions import Options
+from jamp._tracing.regions import Arguments, Options
 from jamp._tracing.trace import Traced, is_array, trace
 
 _P = ParamSpec("_P")
@@ -40,12 +40,7 @@ class _AutocastOptions(TypedDict, total=False):
 
 
 class _Rewritten:
-    """A function as traced and planned for one signature.
-
-    Attributes:
-      traced: the function as traced.
-      plan: what is to run for it.
-    """
+    """A function as traced and planned for one signature."""
 
     def __init__(self, traced: Traced, arrays: Sequence[Any], options: Options):
         self.traced = traced
@@ -123,56 +118,35 @@ def _static(leaf: Any) -> tuple[type, Any]:
 
 
 def _cast_outputs(result: Any, dtype: Any) -> Any:
-    if dtype is None:
-        return result
-    return jax.tree.map(
-        lambda leaf: (
-            leaf.astype(dtype)
-            if is_array(leaf) and jax.numpy.issubdtype(leaf.dtype, np.floating)
-            else leaf
-        ),
-        result,
-    )
+    def cast(leaf: Any) -> Any:
+        if is_array(leaf) and jax.numpy.issubdtype(leaf.dtype, np.floating):
+            return leaf.astype(dtype)
+        return leaf
+
+    return result if dtype is None else jax.tree.map(cast, result)
 
 
 class Autocast:
     """A decorator, and a context manager for a region; see `autocast`."""
 
-    def __init__(self, arguments: tuple[Any, ...], output_dtype: Any) -> None:
+    def __init__(self, arguments: Arguments, output_dtype: Any) -> None:
+        # Defaults wait for the call: a decorator must not make JAX look for devices.
         self._arguments = arguments
         self._output_dtype = output_dtype
         self._entered = threading.local()
-        # Wrong arguments are reported where they were written. Defaults wait for the
-        # call: a decorator must not make JAX look for its devices.
-        regions.check_options(*arguments)
         if output_dtype is not None:
             regions.check_floating("output_dtype", output_dtype)
 
     def __call__(self, fn: Callable[_P, _R]) -> Callable[_P, _R]:
-        if isinstance(fn, str):
-            raise AutocastTypeError(
-                f"autocast transforms a function, got {fn!r}; device_type is a "
-                f"keyword: autocast(device_type={fn!r})"
-            )
-        if inspect.isclass(fn):
-            raise AutocastTypeError(
-                f"autocast transforms a function, got the class {fn.__name__}; "
-                "decorate its __call__ (flax.nnx) or wrap the function that calls "
-                "model.apply (flax.linen)"
-            )
-        if not callable(fn):
-            raise AutocastTypeError(
-                f"autocast transforms a function, got {type(fn).__name__}; write "
-                "autocast(fn)(x), not autocast(fn(x))"
-            )
-        if isinstance(fn, Autocast):
-            raise AutocastTypeError("autocast transforms a function, got an autocast")
+        mistaken = _mistaken(fn)
+        if mistaken is not None:
+            raise AutocastTypeError(f"autocast transforms a function, got {mistaken}")
         transformed: dict[Options, _Transformed] = {}
 
         # Not the attributes: a module is callable and full of them.
         @functools.wraps(fn, updated=())
         def under_autocast(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            options = regions.make_options(*self._arguments)
+            options = self._arguments.options()
             if options.enabled and options.device_type == "cpu":
                 warn_if_slow(options.dtype)
             if options not in transformed:
@@ -183,22 +157,34 @@ class Autocast:
         return under_autocast
 
     def __enter__(self) -> None:
-        options = regions.make_options(*self._arguments)
-        stack = ExitStack()
-        if regions.current() is not None:
-            stack.enter_context(regions.region(options))
-        elif options.enabled:
+        options = self._arguments.options()
+        inside = regions.current() is not None
+        if options.enabled and not inside:
             raise AutocastError(
                 "an autocast region takes effect only inside a function under autocast:"
                 " it cannot rewrite code that nobody traces. Wrap the function, as in "
                 "jamp.autocast(fn)(x) or @jamp.autocast above its def"
             )
-        if not hasattr(self._entered, "stacks"):
-            self._entered.stacks = []
-        self._entered.stacks.append(stack)
+        region = regions.region(options) if inside else nullcontext()
+        region.__enter__()
+        self._entered.__dict__.setdefault("regions", []).append(region)
 
     def __exit__(self, *exception: Any) -> None:
-        self._entered.stacks.pop().__exit__(*exception)
+        self._entered.regions.pop().__exit__(*exception)
+
+
+def _mistaken(fn: Any) -> str | None:
+    """What was given in place of a function, and what to write; None for a function."""
+    if isinstance(fn, str):
+        return f"{fn!r}; device_type is a keyword: autocast(device_type={fn!r})"
+    if inspect.isclass(fn):
+        return (
+            f"the class {fn.__name__}; decorate its __call__ (flax.nnx) or wrap the "
+            "function that calls model.apply (flax.linen)"
+        )
+    if not callable(fn):
+        return f"{type(fn).__name__}; write autocast(fn)(x), not autocast(fn(x))"
+    return "an autocast" if isinstance(fn, Autocast) else None
 
 
 @overload
@@ -261,7 +247,7 @@ def autocast(
         raise AutocastTypeError(
             "autocast takes its options by name, as in autocast(fn, device_type='cuda')"
         )
-    arguments = (device_type, dtype, enabled, cache_enabled, policy)
+    arguments = Arguments(device_type, dtype, enabled, cache_enabled, policy)
     transform = Autocast(arguments, output_dtype)
     return transform if fn is None else transform(fn)
 
@@ -297,7 +283,7 @@ def get_autocast_dtype(device_type: str | None = None) -> _dtypes.DType:
         device_type is None or regions.device_kind(device_type) == options.device_type
     ):
         return options.dtype
-    return regions.make_options(regions.device_kind(device_type)).dtype
+    return Arguments(regions.device_kind(device_type)).options().dtype
 
 
 def is_autocast_available(device_type: str) -> bool:

@@ -18,7 +18,7 @@ every_program = pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.nam
 
 def plan_of(program, arrays, device="cpu"):
     """The plan of a traced program for a device type."""
-    return make_plan(program, arrays, regions.make_options(device))
+    return make_plan(program, arrays, regions.Arguments(device).options())
 
 
 def checked(emission):

@@ -75,7 +75,10 @@ def diagnose(
       AutocastTypeError: `fn` is not callable, or there are no arrays to run it on.
       BannedOpError: the policy bans an operation of the program.
     """
-    scale = _checked_scale(fn, loss_scale, autocast_options)
+    if not callable(fn):
+        raise AutocastTypeError(f"diagnose takes a function, got {type(fn).__name__}")
+    named = regions.named_arguments("diagnose", autocast_options)
+    scale = None if loss_scale is None else _checked_scale(loss_scale)
 
     def diagnosed(*args: Any, **kwargs: Any) -> Diagnosis:
         chosen = () if scale is None else argnums
@@ -89,22 +92,15 @@ def diagnose(
         own_policy = autocast_options.get("policy") is not None
         # Values that are not finite are expected here.
         with jax.debug_nans(False), jax.debug_infs(False):
-            first = run(Settings(regions.make_named_options(autocast_options), scale))
+            first = run(Settings(named.options(), scale))
             faults, suggestions = _cure(subject, first, run, own_policy)
         return _diagnosis(subject, first, faults, suggestions)
 
     return diagnosed
 
 
-def _checked_scale(
-    fn: Any, loss_scale: float | None, autocast_options: Any
-) -> float | None:
-    """The loss scale; raises where an argument of `jamp.diagnose` is wrong."""
-    if not callable(fn):
-        raise AutocastTypeError(f"diagnose takes a function, got {type(fn).__name__}")
-    regions.check_named_options("diagnose", autocast_options)
-    if loss_scale is None:
-        return None
+def _checked_scale(loss_scale: float) -> float:
+    """The loss scale; raises where it is none."""
     try:
         scale = math.fabs(loss_scale)
     except TypeError as error:

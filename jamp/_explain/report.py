@@ -123,10 +123,10 @@ def explain(
     Raises:
       AutocastTypeError: an option that `jamp.autocast` does not take.
     """
-    regions.check_named_options("explain", autocast_options)
+    named = regions.named_arguments("explain", autocast_options)
 
     def explained(*args: Any, **kwargs: Any) -> Report:
-        options = regions.make_named_options(autocast_options)
+        options = named.options()
         call = nnx_modules.prepare(fn, args, kwargs)
         traced = trace.trace(call.fn, options, call.args, call.kwargs)
         inside = dict.fromkeys(options_inside(traced.program, Scope((), options)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache, lru_cache
 from typing import Any
 
@@ -54,59 +54,58 @@ def device_kind(device_type: Any) -> str:
     return DEVICES[device_type]
 
 
-def check_options(
-    device_type: Any, dtype: Any, enabled: Any, cache_enabled: Any, policy: Any
-) -> None:
-    """Checks arguments of `jamp.autocast`, without asking JAX for its devices."""
-    if device_type is not None:
-        device_kind(device_type)
-    if dtype is not None:
-        _low_dtype(dtype)
-    for name, flag in (("enabled", enabled), ("cache_enabled", cache_enabled)):
-        if not isinstance(flag, bool | np.bool_):
-            raise AutocastTypeError(f"{name} must be True or False, got {flag!r}")
-    if policy is not None and not isinstance(policy, Policy):
-        raise AutocastTypeError(
-            "policy must be a jamp.Policy (Policy.load reads names and files), got "
-            f"{type(policy).__name__}"
+@dataclass(frozen=True)
+class Arguments:
+    """Arguments of `jamp.autocast`, checked without asking JAX for its devices."""
+
+    device_type: Any = None
+    dtype: Any = None
+    enabled: Any = True
+    cache_enabled: Any = True
+    policy: Any = None
+
+    def __post_init__(self) -> None:
+        if self.device_type is not None:
+            device_kind(self.device_type)
+        if self.dtype is not None:
+            _low_dtype(self.dtype)
+        for name in ("enabled", "cache_enabled"):
+            flag = getattr(self, name)
+            if not isinstance(flag, bool | np.bool_):
+                raise AutocastTypeError(f"{name} must be True or False, got {flag!r}")
+        if self.policy is not None and not isinstance(self.policy, Policy):
+            raise AutocastTypeError(
+                "policy must be a jamp.Policy (Policy.load reads names and files), got "
+                f"{type(self.policy).__name__}"
+            )
+
+    def options(self) -> Options:
+        """The options, with defaults of the place where they take effect."""
+        policy, outer = self.policy, current()
+        if policy is None and self.device_type is None and outer is not None:
+            policy, kind = outer.policy, outer.device_type
+        else:
+            kind = device_kind(self.device_type)
+        if policy is None:
+            policy = Policy.load(kind)
+        return Options(
+            policy=policy,
+            dtype=policy.dtype if self.dtype is None else _low_dtype(self.dtype),
+            device_type=kind,
+            enabled=bool(self.enabled),
+            cache_enabled=bool(self.cache_enabled),
         )
 
 
-def make_options(
-    device_type: Any = None,
-    dtype: Any = None,
-    enabled: bool = True,
-    cache_enabled: bool = True,
-    policy: Any = None,
-) -> Options:
-    """Fills in the defaults of `jamp.autocast`'s arguments."""
-    check_options(device_type, dtype, enabled, cache_enabled, policy)
-    outer = current()
-    if policy is None and device_type is None and outer is not None:
-        policy, kind = outer.policy, outer.device_type
-    else:
-        kind = device_kind(device_type)
-    if policy is None:
-        policy = Policy.load(kind)
-    return Options(
-        policy=policy,
-        dtype=policy.dtype if dtype is None else _low_dtype(dtype),
-        device_type=kind,
-        enabled=bool(enabled),
-        cache_enabled=bool(cache_enabled),
-    )
-
-
-_NAMES = frozenset("device_type dtype enabled cache_enabled policy".split())
-
-
-def check_named_options(function: str, named: Mapping[str, Any]) -> None:
-    """Checks arguments of a function that takes those of `jamp.autocast` by name."""
-    unknown = sorted(named.keys() - _NAMES - {"output_dtype"})
+def named_arguments(function: str, named: Mapping[str, Any]) -> Arguments:
+    """Arguments that a function takes by name; a region has no `output_dtype`."""
+    known = {field.name for field in fields(Arguments)}
+    unknown = sorted(named.keys() - known - {"output_dtype"})
     if unknown:
         raise AutocastTypeError(
             f"{function} takes the options of jamp.autocast, not {', '.join(unknown)}"
         )
+    return Arguments(**{name: named[name] for name in named.keys() & known})
 
 
 def check_floating(name: str, dtype: Any) -> DType:
@@ -115,11 +114,6 @@ def check_floating(name: str, dtype: Any) -> DType:
     if not jax.dtypes.issubdtype(found, np.floating):
         raise AutocastTypeError(f"{name} must be a floating dtype, got {found}")
     return found
-
-
-def make_named_options(named: Mapping[str, Any]) -> Options:
-    """Fills in the defaults of such arguments; `output_dtype` is none of a region's."""
-    return make_options(**{name: named[name] for name in named.keys() & _NAMES})
 
 
 def _low_dtype(dtype: Any) -> DType:
