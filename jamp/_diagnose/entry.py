@@ -75,10 +75,8 @@ def diagnose(
       AutocastTypeError: `fn` is not callable, or there are no arrays to run it on.
       BannedOpError: the policy bans an operation of the program.
     """
-    if not callable(fn):
-        raise AutocastTypeError(f"diagnose takes a function, got {type(fn).__name__}")
+    scale = _checked_scale(fn, loss_scale)
     named = regions.named_arguments("diagnose", autocast_options)
-    scale = None if loss_scale is None else _checked_scale(loss_scale)
 
     def diagnosed(*args: Any, **kwargs: Any) -> Diagnosis:
         chosen = () if scale is None else argnums
@@ -99,8 +97,12 @@ def diagnose(
     return diagnosed
 
 
-def _checked_scale(loss_scale: float) -> float:
-    """The loss scale; raises where it is none."""
+def _checked_scale(fn: Any, loss_scale: float | None) -> float | None:
+    """The loss scale; raises where it, or the function, is none."""
+    if not callable(fn):
+        raise AutocastTypeError(f"diagnose takes a function, got {type(fn).__name__}")
+    if loss_scale is None:
+        return None
     try:
         scale = math.fabs(loss_scale)
     except TypeError as error:

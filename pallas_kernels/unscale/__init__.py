@@ -16,10 +16,7 @@ from jamp.pallas_kernels.unscale.partitioning import on_shards
 
 
 def unscale_and_check(
-    tree: Any,
-    inv_scale: Any,
-    *,
-    implementation: str = "auto",
+    tree: Any, inv_scale: Any, *, implementation: str = "auto"
 ) -> tuple[Any, jax.Array]:
     """Multiplies every gradient by the inverse of the loss scale and checks them all.
 

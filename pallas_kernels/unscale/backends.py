@@ -19,11 +19,7 @@ IMPLEMENTATIONS = ("auto", "xla", "triton", "mosaic_gpu")
 
 
 def backend(implementation: str) -> Any:
-    """The module of a kernel, or None for `'xla'`.
-
-    Raises:
-      NotImplementedError: it can't run here, with every reason.
-    """
+    """The module of a kernel, or None for `'xla'`; an error if it can't run here."""
     if implementation == "xla":
         return None
     reasons = why_not(implementation)
@@ -36,11 +32,7 @@ def backend(implementation: str) -> Any:
 
 
 def load(implementation: str) -> Any:
-    """The module of a kernel, whether or not it can run here.
-
-    Raises:
-      ImportError: this JAX lacks what it is written in.
-    """
+    """The module of a kernel; an ImportError if JAX lacks what it is written in."""
     with warnings.catch_warnings():
         # JAX announces the end of its Triton backend at every import.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -71,11 +63,7 @@ def why_not(implementation: str) -> list[str]:
 
 
 def fastest(leaves: list[Any]) -> str:
-    """What was measured to be the fastest for leaves of this size on this device.
-
-    Returns:
-      An implementation that can run here; `'xla'` where nothing was measured.
-    """
+    """What was the fastest here for leaves of this size; `'xla'` if not measured."""
     device = jax.devices()[0]
     if device.platform != "gpu":
         return "xla"
@@ -85,15 +73,7 @@ def fastest(leaves: list[Any]) -> str:
 
 
 def nearest(table: Sequence[tuple[int, str]], size: int) -> str:
-    """The implementation beside the nearest size of a table, by ratio.
-
-    Args:
-      table: sizes in bytes, and what was the fastest for each.
-      size: the size asked for, in bytes.
-
-    Returns:
-      `'xla'` for an empty table.
-    """
+    """What stands beside the nearest size in bytes, by ratio; `'xla'` if none does."""
     rows = [(abs(math.log(max(1, size) / row)), best) for row, best in table]
     return min(rows)[1] if rows else "xla"
 

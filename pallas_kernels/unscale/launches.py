@@ -21,14 +21,11 @@ _LARGEST_LEAF = 2**31 - 2**16
 
 @dataclass(frozen=True)
 class Request:
-    """What a kernel is to do, besides the check that each does.
+    """What a kernel is to do, besides the check that each does."""
 
-    Attributes:
-      unscale: whether to write the leaves unscaled.
-      interpret: whether to run in interpret mode, on any device.
-    """
-
+    # Whether to write the leaves unscaled.
     unscale: bool = True
+    # Whether to run in interpret mode, on any device.
     interpret: bool = False
 
 
@@ -36,13 +33,9 @@ class Request:
 class Launch:
     """One launch: some leaves, cut into tiles of equal size, one program for each.
 
-    Attributes:
-      leaves: positions in the list of leaves.
-      sizes: the number of elements of each.
-      tile: the number of elements of a tile.
+    `sizes` are the numbers of elements of the leaves, `tile` is that of a tile.
     """
 
-    leaves: tuple[int, ...]
     sizes: tuple[int, ...]
     tile: int
 
@@ -50,11 +43,6 @@ class Launch:
     def starts(self) -> tuple[int, ...]:
         """The first program of each leaf, and the number of programs."""
         return (0, *accumulate(-(-size // self.tile) for size in self.sizes))
-
-    @property
-    def programs(self) -> int:
-        """The number of programs."""
-        return self.starts[-1]
 
     def dispatch(self, program: Any, work: Callable[[int, Any], Any]) -> Any:
         """Returns `work(k, tile)` for the leaf and the tile of a program of a kernel.
@@ -73,7 +61,7 @@ class Launch:
                 lambda: search(middle, high),
             )
 
-        return search(0, len(self.leaves))
+        return search(0, len(self.sizes))
 
 
 def not_finite_in(value: Any) -> jax.Array:
@@ -83,38 +71,30 @@ def not_finite_in(value: Any) -> jax.Array:
     return jnp.max(jnp.where(finite, 0.0, 1.0))
 
 
-def plan(leaves: Sequence[Any], tile: int, most: int) -> list[Launch]:
-    """Divides leaves among launches of at most `most` leaves of one dtype."""
-    launches = []
-    for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
-        alike = [k for k, leaf in enumerate(leaves) if leaf.dtype == dtype]
-        for first in range(0, len(alike), most):
-            group = tuple(alike[first : first + most])
-            launches.append(Launch(group, tuple(leaves[k].size for k in group), tile))
-    return launches
-
-
-def run_all(
-    launches: Sequence[Launch],
+def run_launches(
     leaves: Sequence[jax.Array],
+    tile: int,
+    most: int,
     call: Callable[[Launch, list[jax.Array]], Results],
 ) -> Results:
-    """Runs launches and puts together what they return.
+    """Runs launches of at most `most` leaves of one dtype on all leaves.
 
-    Args:
-      launches: a plan for the leaves.
-      leaves: the leaves.
-      call: runs a launch on its leaves. Returns them unscaled (none if that was not
-        requested), and what `not_finite_in` found for each program.
+    `call` runs a launch on its leaves. It returns them unscaled (none if that was not
+    requested), and what `not_finite_in` found for each program.
     """
     outputs: dict[int, jax.Array] = {}
     flags = []
-    for launch in launches:
-        unscaled, found = call(launch, [leaves[k] for k in launch.leaves])
-        flags.append(found)
-        # Where nothing was to be unscaled, there are no arrays.
-        for k, array in zip(launch.leaves, unscaled, strict=False):
-            outputs[k] = array.reshape(leaves[k].shape)
+    for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
+        alike = [k for k, leaf in enumerate(leaves) if leaf.dtype == dtype]
+        for first in range(0, len(alike), most):
+            positions = alike[first : first + most]
+            group = [leaves[k] for k in positions]
+            launch = Launch(tuple(leaf.size for leaf in group), tile)
+            unscaled, found = call(launch, group)
+            flags.append(found)
+            # Where nothing was to be unscaled, there are no arrays.
+            for k, array in zip(positions, unscaled, strict=False):
+                outputs[k] = array.reshape(leaves[k].shape)
     return [outputs[k] for k in sorted(outputs)], jnp.concatenate(flags).max()
 
 

@@ -10,16 +10,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jamp.pallas_kernels.unscale.launches import (
-    Launch,
-    Request,
-    Results,
-    fits,
-    not_finite_in,
-    plan,
-    run_all,
-    varying,
-)
+from jamp.pallas_kernels.unscale import launches
+from jamp.pallas_kernels.unscale.launches import Launch, Request, Results
 
 _INTERPRET: Any = getattr(plgpu, "InterpretGPUParams", None)
 if _INTERPRET is None:
@@ -40,26 +32,21 @@ MOST_LEAVES = 16
 def takes(leaf: jax.Array) -> bool:
     """Whether the kernel can take this leaf."""
     # JAX has no references to what varies over the axes of a checked shard_map.
-    return fits(leaf, WIDTH) and not varying(leaf).varying
+    return launches.fits(leaf, WIDTH) and not launches.varying(leaf).varying
 
 
-def run(
-    leaves: Sequence[jax.Array],
-    inv_scale: jax.Array,
-    request: Request,
-) -> Results:
-    """Unscales and checks leaves that the kernel takes; as `triton.run`."""
+def run(leaves: Sequence[jax.Array], inv_scale: jax.Array, request: Request) -> Results:
+    """Unscales and checks leaves that the kernel takes, in place where XLA can."""
 
     def call(launch: Launch, leaves: list[jax.Array]) -> Any:
         rows = [leaf.reshape(-1, WIDTH) for leaf in leaves]
-        flags = jax.ShapeDtypeStruct(
-            (launch.programs,), jnp.float32, manual_axis_type=varying(inv_scale, *rows)
-        )
+        grid = (launch.starts[-1],)
+        kind = launches.varying(inv_scale, *rows)
         kernel = plgpu.kernel(
             _kernel(launch, request),
-            out_type=[flags],
+            out_type=[jax.ShapeDtypeStruct(grid, jnp.float32, manual_axis_type=kind)],
             scratch_types=[plgpu.SMEM((ROWS, WIDTH), rows[0].dtype), plgpu.Barrier()],
-            grid=(launch.programs,),
+            grid=grid,
             grid_names=("program",),
             interpret=_INTERPRET() if request.interpret else None,
         )
@@ -68,11 +55,11 @@ def run(
         (found,) = kernel(inv_scale.reshape(1), *(refs or rows))
         return [jax.freeze(ref) for ref in refs], found
 
-    return run_all(plan(leaves, ROWS * WIDTH, MOST_LEAVES), leaves, call)
+    return launches.run_launches(leaves, ROWS * WIDTH, MOST_LEAVES, call)
 
 
 def _kernel(launch: Launch, request: Request) -> Any:
-    count = len(launch.leaves)
+    count = len(launch.sizes)
 
     def kernel(scale_ref: Any, *refs: Any) -> None:
         arrays, (found_ref, tile_ref, barrier) = refs[:count], refs[count:]
@@ -97,7 +84,7 @@ def _kernel(launch: Launch, request: Request) -> Any:
             tile_ref[...] = value
             plgpu.commit_smem()
             launch.dispatch(program, write)
-        found_ref[program] = not_finite_in(value)
+        found_ref[program] = launches.not_finite_in(value)
         if request.unscale:
             plgpu.wait_smem_to_gmem(0)
 

@@ -12,13 +12,7 @@ from jamp.pallas_kernels.unscale.launches import Request, Results
 
 
 def run(leaves: Sequence[jax.Array], inv_scale: jax.Array, request: Request) -> Results:
-    """Unscales and checks leaves of any inexact dtype.
-
-    Args:
-      leaves: arrays of any shape.
-      inv_scale: the inverse of the loss scale, float32[].
-      request: what to do.
-    """
+    """Unscales and checks leaves of any shape and inexact dtype."""
     outputs = []
     if request.unscale:
         outputs = [(widened(leaf) * inv_scale).astype(leaf.dtype) for leaf in leaves]

@@ -10,16 +10,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jamp.pallas_kernels.unscale.launches import (
-    Launch,
-    Request,
-    Results,
-    fits,
-    not_finite_in,
-    plan,
-    run_all,
-    varying,
-)
+from jamp.pallas_kernels.unscale import launches
+from jamp.pallas_kernels.unscale.launches import Launch, Request, Results
 
 MINIMUM_CAPABILITY = 8.0
 
@@ -32,35 +24,26 @@ MOST_LEAVES = 64
 
 def takes(leaf: jax.Array) -> bool:
     """Whether the kernel can take this leaf."""
-    return fits(leaf)
+    return launches.fits(leaf)
 
 
-def run(
-    leaves: Sequence[jax.Array],
-    inv_scale: jax.Array,
-    request: Request,
-) -> Results:
-    """Unscales and checks leaves that the kernel takes.
-
-    Args:
-      leaves: arrays of any shape, overwritten where XLA lets them be.
-      inv_scale: the inverse of the loss scale, float32[].
-      request: what to do.
-    """
+def run(leaves: Sequence[jax.Array], inv_scale: jax.Array, request: Request) -> Results:
+    """Unscales and checks leaves that the kernel takes, in place where XLA can."""
 
     def call(launch: Launch, leaves: list[jax.Array]) -> Any:
         def shape(size: int, dtype: Any, *varied_by: jax.Array) -> Any:
-            kind = varying(inv_scale, *varied_by)
+            kind = launches.varying(inv_scale, *varied_by)
             return jax.ShapeDtypeStruct((size,), dtype, manual_axis_type=kind)
 
+        programs = launch.starts[-1]
         flat = [leaf.reshape(-1) for leaf in leaves]
         written = flat if request.unscale else []
         *unscaled, found = pl.pallas_call(
             _kernel(launch, request),
-            grid=(launch.programs,),
+            grid=(programs,),
             out_shape=[
                 *(shape(leaf.size, leaf.dtype, leaf) for leaf in written),
-                shape(launch.programs, jnp.float32, *leaves),
+                shape(programs, jnp.float32, *leaves),
             ],
             input_output_aliases={k + 1: k for k in range(len(written))},
             compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
@@ -69,11 +52,11 @@ def run(
         )(inv_scale.reshape(1), *flat)
         return unscaled, found
 
-    return run_all(plan(leaves, TILE, MOST_LEAVES), leaves, call)
+    return launches.run_launches(leaves, TILE, MOST_LEAVES, call)
 
 
 def _kernel(launch: Launch, request: Request) -> Any:
-    count = len(launch.leaves)
+    count = len(launch.sizes)
 
     def kernel(scale_ref: Any, *refs: Any) -> None:
         inputs, (*outputs, found_ref) = refs[:count], refs[count:]
@@ -97,6 +80,6 @@ def _kernel(launch: Launch, request: Request) -> Any:
                 plgpu.store(outputs[k].at[index], value, mask=inside)
 
             launch.dispatch(program, write)
-        found_ref[program] = not_finite_in(value)
+        found_ref[program] = launches.not_finite_in(value)
 
     return kernel
