@@ -17,7 +17,7 @@ from jamp import Diagnosis, Policy, Report, __version__, diagnose, explain
 from jamp._cli.target import load_function, load_inputs, users_code
 from jamp._errors import JampError
 from jamp._lowerings.processor import multiplies_bfloat16
-from jamp._policy.rules import RULE_NAMES
+from jamp._policy.policy import named_rules
 from jamp._tracing.regions import device_kind
 
 _BFLOAT16 = {
@@ -176,7 +176,7 @@ def _info(chosen: argparse.Namespace) -> tuple[list[str], int]:
 def _policy(chosen: argparse.Namespace) -> tuple[list[str], int]:
     policy = Policy.load(chosen.source or device_kind(None))
     if chosen.diff is None:
-        return list(_printed(policy)), 0
+        return [str(policy)], 0
     lines = list(_compared(policy, Policy.load(chosen.diff)))
     return lines, bool(lines)
 
@@ -238,36 +238,16 @@ def _save_json(file: str | None, result: Report | Diagnosis) -> None:
         Path(file).write_text(data + "\n", encoding="utf-8")
 
 
-def _rules(policy: Policy) -> dict[str, str]:
-    """The rule of every entry, by the name that a table gives it."""
-    scopes = {f"scope {pattern!r}": rule for pattern, rule in policy.scopes}
-    functions = {function.name: rule for function, rule in policy.functions}
-    rules = {**dict(policy.primitives), **functions, **scopes}
-    return {name: rule.value for name, rule in rules.items()}
-
-
-def _printed(policy: Policy) -> Iterator[str]:
-    yield f"policy {policy.name}, dtype {policy.dtype.name}"
-    rules = _rules(policy)
-    for rule in RULE_NAMES:
-        names = sorted(name for name, given in rules.items() if given == rule)
-        if names:
-            yield ""
-            yield f"{rule} ({len(names)})"
-            yield from (f"  {name}" for name in names)
-    for unsafe in policy.unsafe:
-        yield ""
-        yield f"unsafe in {unsafe.dtype.name}"
-        yield f"  {', '.join(unsafe.primitives)} of {', '.join(unsafe.of)}"
-
-
 def _compared(one: Policy, other: Policy) -> Iterator[str]:
     """A line for every entry whose rule differs."""
     if one.dtype != other.dtype:
         yield f"dtype: {one.dtype.name} -> {other.dtype.name}"
-    ours, theirs = _rules(one), _rules(other)
+    ours, theirs = named_rules(one), named_rules(other)
     for name in sorted(ours.keys() | theirs.keys()):
-        old, new = (rules.get(name, "no rule") for rules in (ours, theirs))
+        old, new = (
+            rules[name].value if name in rules else "no rule"
+            for rules in (ours, theirs)
+        )
         if old != new:
             yield f"{name}: {old} -> {new}"
     if one.unsafe != other.unsafe:

@@ -87,11 +87,10 @@ def diagnose(
             with shown(progress) as counted:
                 return examine(subject, settings, steps, counted)
 
-        own_policy = autocast_options.get("policy") is not None
         # Values that are not finite are expected here.
         with jax.debug_nans(False), jax.debug_infs(False):
             first = run(Settings(named.options(), scale))
-            faults, suggestions = _cure(subject, first, run, own_policy)
+            faults, suggestions = _cure(subject, first, run, named.policy is not None)
         return _diagnosis(subject, first, faults, suggestions)
 
     return diagnosed

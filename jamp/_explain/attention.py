@@ -9,7 +9,7 @@ from typing import NamedTuple
 from jamp._explain.operations import Counted
 from jamp._explain.rows import share
 from jamp._plan.records import Origin
-from jamp._policy.policy import Policy
+from jamp._policy.policy import Policy, entries
 from jamp._policy.rules import BUILTIN, Rule
 
 
@@ -43,22 +43,13 @@ def unused_entries(policy: Policy, program: Counted) -> tuple[PolicyEntry, ...]:
             name in functions if kind == "function" else (Origin(kind), name) in others
         )
 
-    entries = set(_entries(policy))
-    added = min((entries - set(_entries(Policy.load(b))) for b in BUILTIN), key=len)
+    own = set(entries(policy))
+    added = min((own - set(entries(Policy.load(b))) for b in BUILTIN), key=len)
     return tuple(
         PolicyEntry(*entry, added=entry in added)
-        for entry in _entries(policy)
+        for entry in entries(policy)
         if not used(*entry[:2])
     )
-
-
-def _entries(policy: Policy) -> Iterator[tuple[str, str, Rule]]:
-    for name, rule in policy.primitives:
-        yield "primitive", name, rule
-    for function, rule in policy.functions:
-        yield "function", function.name, rule
-    for pattern, rule in policy.scopes:
-        yield "scope", pattern, rule
 
 
 def notices(program: Counted, unused: tuple[PolicyEntry, ...]) -> Iterator[str]:

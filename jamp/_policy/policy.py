@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
@@ -61,7 +61,7 @@ class Policy:
         """
         if str(source) in DEVICES:
             return _builtin(DEVICES[str(source)])
-        return cls(**read_file(source)._asdict())
+        return cls(**read_file(source))
 
     def with_rules(self, **rules: Iterable[Any]) -> Policy:
         """Returns a policy in which the given entries have new rules.
@@ -196,22 +196,41 @@ class Policy:
         )
 
     def __str__(self) -> str:
-        lines = [f"policy {self.name}, dtype {self.dtype.name}"]
+        sections = [f"policy {self.name}, dtype {self.dtype.name}"]
+        rules = named_rules(self)
         for rule in Rule:
-            listed = {
-                "primitives": sorted(name for name, r in self.primitives if r is rule),
-                "functions": sorted(f.name for f, r in self.functions if r is rule),
-                "scopes": [pattern for pattern, r in self.scopes if r is rule],
-            }
-            items = [f"  {kind}: {', '.join(e)}" for kind, e in listed.items() if e]
-            lines += [rule.value, *items] if items else []
-        return "\n".join(lines)
+            names = sorted(name for name, given in rules.items() if given is rule)
+            if names:
+                title = f"{rule.value} ({len(names)})"
+                sections.append("\n  ".join([title, *names]))
+        for unsafe in self.unsafe:
+            reads = f"{', '.join(unsafe.primitives)} of {', '.join(unsafe.of)}"
+            sections.append(f"unsafe in {unsafe.dtype.name}\n  {reads}")
+        return "\n\n".join(sections)
+
+
+def entries(policy: Policy) -> Iterator[tuple[str, str, Rule]]:
+    """The kind, the name and the rule of every entry of a policy."""
+    for name, rule in policy.primitives:
+        yield "primitive", name, rule
+    for function, rule in policy.functions:
+        yield "function", function.name, rule
+    for pattern, rule in policy.scopes:
+        yield "scope", pattern, rule
+
+
+def named_rules(policy: Policy) -> dict[str, Rule]:
+    """The rule of every entry, by the name that a reader knows it by."""
+    return {
+        f"scope {name!r}" if kind == "scope" else name: rule
+        for kind, name, rule in entries(policy)
+    }
 
 
 # One object for each device, so that what a policy caches about itself is kept.
 @cache
 def _builtin(name: str) -> Policy:
-    return Policy(**read_builtin(name)._asdict())
+    return Policy(**read_builtin(name))
 
 
 def _identity(key: str | Function) -> Any:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Any
 
-from jamp import _dtypes
 from jamp._compat import primitive_names
 from jamp._dtypes import DType
 from jamp._errors import PolicyError
@@ -60,18 +58,3 @@ def to_rule(name: str) -> Rule:
 def is_primitive(name: str) -> bool:
     """Whether a policy may list this name as a primitive."""
     return name == RECIPROCAL or name in primitive_names()
-
-
-def check_primitive(name: str) -> str:
-    """Returns the name of a primitive of JAX, or raises a PolicyError."""
-    if not is_primitive(name):
-        raise PolicyError(f"unknown primitive {name!r}")
-    return name
-
-
-def to_dtype(value: Any) -> DType:
-    """A 16-bit dtype, or a PolicyError."""
-    for dtype in _dtypes.LOW_DTYPES:
-        if value == dtype.name:
-            return dtype
-    raise PolicyError(f"dtype must be 'float16' or 'bfloat16', got {value!r}")

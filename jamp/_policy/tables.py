@@ -9,37 +9,23 @@ from contextlib import contextmanager
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from jamp._dtypes import FLOAT32, DType
+from jamp._dtypes import LOW_DTYPES, DType
 from jamp._errors import PolicyError
 from jamp._policy.functions import Function
-from jamp._policy.rules import (
-    BUILTIN,
-    RULE_NAMES,
-    Rule,
-    Unsafe,
-    check_primitive,
-    to_dtype,
-)
+from jamp._policy.rules import BUILTIN, RULE_NAMES, Rule, Unsafe, is_primitive
 
 _TOP_KEYS = ("name", "dtype", "extends", "unsafe", "results", *RULE_NAMES)
 _UNSAFE_KEYS = ("primitives", "of", "dtype", "advice")
+# What a table that extends none begins with, by the attributes of `jamp.Policy`.
+_NOTHING: dict[str, Any] = dict.fromkeys(
+    ("primitives", "functions", "unsafe", "activation_results"), ()
+)
 
 
-class Table(NamedTuple):
-    """What a table and those that it extends say; as in `jamp.Policy`."""
-
-    name: str
-    dtype: DType
-    primitives: tuple[tuple[str, Rule], ...]
-    functions: tuple[tuple[Function, Rule], ...]
-    unsafe: tuple[Unsafe, ...]
-    activation_results: tuple[Function, ...]
-
-
-def read_file(source: str | Path) -> Table:
-    """Reads a TOML file; see `Policy.load`."""
+def read_file(source: str | Path) -> dict[str, Any]:
+    """The attributes of a policy in a TOML file; see `Policy.load`."""
     path = Path(source)
     try:
         text = path.read_text(encoding="utf-8")
@@ -52,17 +38,14 @@ def read_file(source: str | Path) -> Table:
 
 
 @cache
-def read_builtin(name: str) -> Table:
-    """Reads a table that comes with jamp."""
+def read_builtin(name: str) -> dict[str, Any]:
+    """The attributes of a policy that comes with jamp."""
     resource = files("jamp.policies").joinpath(f"{name}.toml")
     text = resource.read_text(encoding="utf-8")
     return _parse(text, resource.name, name, builtin=True)
 
 
-_EMPTY = Table("", FLOAT32, (), (), (), ())
-
-
-def _parse(text: str, file: str, stem: str, builtin: bool = False) -> Table:
+def _parse(text: str, file: str, stem: str, builtin: bool = False) -> dict[str, Any]:
     with _inside(file):
         try:
             table = tomllib.loads(text)
@@ -72,55 +55,45 @@ def _parse(text: str, file: str, stem: str, builtin: bool = False) -> Table:
         extends = table.get("extends")
         if extends not in (None, "base", *BUILTIN):
             raise PolicyError(f"extends: there is no policy {extends!r}")
-        base = _EMPTY if extends is None else read_builtin(extends)
-        rules = _rules(table, builtin)
-        dtype = base.dtype
+        found = dict(_NOTHING if extends is None else read_builtin(extends))
+        for kind, rules in _rules(table, builtin).items():
+            found[kind] = tuple({**dict(found[kind]), **rules}.items())
+        found["primitives"] = tuple(sorted(found["primitives"]))
         if extends is None or "dtype" in table:
             with _inside("dtype"):
-                dtype = to_dtype(table.get("dtype"))
-        name = table.get("name", stem)
-        if not isinstance(name, str):
-            raise PolicyError(f"name: must be a string, got {name!r}")
-        own = {entry: rule for entry, rule in rules.items() if isinstance(entry, str)}
-        functions = {e: rule for e, rule in rules.items() if isinstance(e, Function)}
-        return Table(
-            name=name,
-            dtype=dtype,
-            primitives=tuple(sorted({**dict(base.primitives), **own}.items())),
-            functions=tuple({**dict(base.functions), **functions}.items()),
-            unsafe=_unsafe(table["unsafe"]) if "unsafe" in table else base.unsafe,
-            activation_results=(
-                *base.activation_results,
-                *_activation_results(table.get("results", {})),
-            ),
-        )
+                found["dtype"] = _dtype(table.get("dtype"))
+        found["name"] = table.get("name", stem)
+        if not isinstance(found["name"], str):
+            raise PolicyError(f"name: must be a string, got {found['name']!r}")
+        if "unsafe" in table:
+            found["unsafe"] = _unsafe(table["unsafe"])
+        results = _group(table, "results", ("activation",)).get("activation", [])
+        with _inside("results.activation"):
+            found["activation_results"] += tuple(map(_function, _strings(results)))
+        return found
 
 
-def _rules(table: dict[str, Any], builtin: bool) -> dict[str | Function, Rule]:
-    found: dict[str | Function, Rule] = {}
-    listed: dict[str | Function, str] = {}
+def _rules(table: dict[str, Any], builtin: bool) -> dict[str, dict[Any, Rule]]:
+    """The rules of a table by entry, for each kind of entries."""
+    found: dict[str, dict[Any, Rule]] = {"primitives": {}, "functions": {}}
     for rule in Rule:
-        group = table.get(rule.value, {})
-        with _inside(rule.value):
-            if not isinstance(group, dict):
-                raise PolicyError("must be a table with 'primitives' and 'functions'")
-            _check_keys(group, ("primitives", "functions"), rule.value)
-        for kind, names in group.items():
-            key = f"{rule.value}.{kind}"
-            with _inside(key):
+        for kind, names in _group(table, rule.value, tuple(found)).items():
+            rules = found[kind]
+            with _inside(f"{rule.value}.{kind}"):
                 for name in _strings(names):
                     entry = _entry(name, kind, builtin)
-                    if entry in listed:
-                        raise PolicyError(
-                            f"{name!r} is listed under {listed[entry]} too"
-                        )
-                    found[entry], listed[entry] = rule, key
+                    if entry in rules:
+                        other = f"{rules[entry].value}.{kind}"
+                        raise PolicyError(f"{name!r} is listed under {other} too")
+                    rules[entry] = rule
     return found
 
 
 def _entry(name: str, kind: str, builtin: bool) -> str | Function:
     if kind == "primitives":
-        return check_primitive(name)
+        if not is_primitive(name):
+            raise PolicyError(f"unknown primitive {name!r}")
+        return name
     if "." not in name:
         raise PolicyError(f"{name!r} is not a dotted name")
     return _function(name, required=not builtin)
@@ -131,15 +104,6 @@ def _function(name: str, required: bool = True) -> Function:
     function = Function(name, required=required)
     function.resolve()
     return function
-
-
-def _activation_results(group: Any) -> tuple[Function, ...]:
-    with _inside("results"):
-        if not isinstance(group, dict):
-            raise PolicyError("must be a table with 'activation'")
-        _check_keys(group, ("activation",), "results")
-    with _inside("results.activation"):
-        return tuple(map(_function, _strings(group.get("activation", []))))
 
 
 def _unsafe(groups: Any) -> tuple[Unsafe, ...]:
@@ -162,7 +126,25 @@ def _one_unsafe(group: dict[str, Any]) -> Unsafe:
     with _inside("unsafe"):
         for name in (*names["primitives"], *names["of"]):
             _entry(name, "functions" if "." in name else "primitives", builtin=False)
-        return Unsafe(**names, dtype=to_dtype(group["dtype"]), advice=group["advice"])
+        return Unsafe(**names, dtype=_dtype(group["dtype"]), advice=group["advice"])
+
+
+def _dtype(value: Any) -> DType:
+    for dtype in LOW_DTYPES:
+        if value == dtype.name:
+            return dtype
+    raise PolicyError(f"dtype must be 'float16' or 'bfloat16', got {value!r}")
+
+
+def _group(table: dict[str, Any], name: str, known: tuple[str, ...]) -> dict[str, Any]:
+    """A table in a table, whose keys have to be known ones."""
+    group = table.get(name, {})
+    with _inside(name):
+        if not isinstance(group, dict):
+            keys = " and ".join(map(repr, known))
+            raise PolicyError(f"must be a table with {keys}")
+        _check_keys(group, known, name)
+    return group
 
 
 def _strings(names: Any) -> tuple[str, ...]:
