@@ -20,7 +20,6 @@ from jamp._diagnose.judge import (
     judge,
 )
 from jamp._diagnose.ledger import Ledger, Measured
-from jamp._diagnose.loops import RUNS
 from jamp._diagnose.measure import LOWEST_EXPONENT, is_measured
 from jamp._diagnose.program import (
     Outcome,
@@ -65,7 +64,7 @@ def examine(
     """
     program = make_program(subject, settings)
     ledger, advance = Ledger(), progress(count_equations(program.closed))
-    walk = Walk(RUNS, steps, advance, ledger, ledger)
+    walk = Walk(steps, advance, ledger)
     scale = None if settings.loss_scale is None else len(program.arrays) - 1
     # Values that are not finite are expected here.
     with np.errstate(all="ignore"):

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn
 
 from jamp import _primitives as primitives
-from jamp._diagnose.measure import Pair, State, Statistics, measure, state_of
+from jamp._diagnose.measure import Pair, State, Statistics
 from jamp._tracing import origin
 from jamp._tracing.regions import Scope
 
 
 @dataclass(frozen=True, eq=False)
-class Output:
-    """One result of an equation of the program.
+class Measured:
+    """One result of an equation of the program, which was measured.
 
     Attributes:
       number: counts the outputs in the program's order.
@@ -26,6 +26,7 @@ class Output:
       scope: the named scopes around it, outermost first.
       callers: the equations whose programs it stands in, outermost first.
       scaled: whether the result carries the loss scale: it is part of a gradient.
+      statistics: what was measured, over all the times that the equation ran.
     """
 
     number: int
@@ -34,6 +35,7 @@ class Output:
     scope: tuple[str, ...]
     callers: tuple[JaxprEqn, ...]
     scaled: bool
+    statistics: Statistics
 
     @property
     def primitive(self) -> str:
@@ -57,33 +59,27 @@ class Output:
         return next((line for line in found if line is not None), None)
 
 
-@dataclass(frozen=True, eq=False)
-class Measured(Output):
-    """An output that was measured.
-
-    Attributes:
-      statistics: what was measured, over all the times that the equation ran.
-    """
-
-    statistics: Statistics
-
-
 class Ledger:
     """What was measured, output by output, and what was computed from what."""
 
     def __init__(self) -> None:
         self._found: dict[int, Measured] = {}
+        self._numbers: dict[tuple[int, ...], int] = {}
         self._producers: list[frozenset[int]] = []
 
-    def number(self, producers: Iterable[int]) -> int:
-        """A number for a further output, given those that its operands came from."""
-        self._producers.append(frozenset(producers))
-        return len(self._producers) - 1
+    def number(self, nesting: Nesting, var: Any, producers: frozenset[int]) -> int:
+        """The number of an output, given those that its operands came from."""
+        number = self._numbers.setdefault((*nesting.key, id(var)), len(self._producers))
+        if number == len(self._producers):
+            self._producers.append(producers)
+        # In another iteration of a loop, another branch may be taken.
+        self._producers[number] |= producers
+        return number
 
-    @property
-    def size(self) -> int:
-        """How many outputs there are."""
-        return len(self._producers)
+    def inside(self, nesting: Nesting) -> frozenset[int]:
+        """The outputs that stand in an equation's program, or in those inside."""
+        key = nesting.key
+        return frozenset(n for k, n in self._numbers.items() if k[: len(key)] == key)
 
     def operands(self, measured: Measured) -> list[Measured]:
         """The outputs that an output was computed from."""
@@ -115,22 +111,16 @@ class Ledger:
             found.update(dict.fromkeys(nearest))
         return found
 
-    def note(
-        self,
-        output: Output | None,
-        pair: Pair,
-        operands: Sequence[State] = (),
-        iteration: int | None = None,
-    ) -> State:
-        """Measures an output, or a value that enters a program; returns its state."""
-        if output is None:
-            return state_of(pair)
-        statistics, state = measure(pair, operands, iteration)
-        known = self._found.get(output.number)
+    def note(self, measured: Measured) -> None:
+        """Keeps what was measured of an output, beside what is known of it."""
+        known = self._found.get(measured.number)
         if known is not None:
-            statistics = known.statistics.merge(statistics)
-        self._found[output.number] = Measured(**vars(output), statistics=statistics)
-        return state
+            measured = replace(
+                known,
+                scaled=known.scaled or measured.scaled,
+                statistics=known.statistics.merge(measured.statistics),
+            )
+        self._found[measured.number] = measured
 
     @property
     def measured(self) -> list[Measured]:
@@ -143,14 +133,13 @@ class Tracked(NamedTuple):
 
     Attributes:
       pair: what it is in both runs.
-      state: how far it is from float32's, or, inside a loop, the number under which it
-        is noted; None for what is not measured.
+      state: how far it is from float32's; None for what is not measured.
       scaled: whether it depends on the loss scale.
       producers: the outputs that it came from.
     """
 
     pair: Pair
-    state: Any
+    state: State | None
     scaled: bool
     producers: frozenset[int]
 
@@ -161,6 +150,11 @@ class Nesting:
 
     scope: Scope = field(default_factory=Scope)
     callers: tuple[JaxprEqn, ...] = ()
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """What identifies it."""
+        return tuple(map(id, self.callers))
 
     def enter(self, eqn: JaxprEqn) -> Nesting:
         """What the program that an equation holds stands in."""

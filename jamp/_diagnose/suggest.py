@@ -13,7 +13,7 @@ from typing import Any
 from jamp._compat import frames
 from jamp._diagnose.examine import Examination, scale_window
 from jamp._diagnose.judge import Fault
-from jamp._diagnose.ledger import Output
+from jamp._diagnose.ledger import Measured
 from jamp._diagnose.program import Settings
 from jamp._dtypes import BFLOAT16, FLOAT16, narrow
 from jamp._policy.functions import Function
@@ -42,7 +42,7 @@ class Change:
     kind: str
     value: Any
     reason: str = field(compare=False)
-    covers: Callable[[Output], bool] = field(compare=False)
+    covers: Callable[[Measured], bool] = field(compare=False)
 
     def apply(self, settings: Settings) -> Settings:
         """The settings with this change."""
@@ -130,7 +130,7 @@ def _scales(fault: Fault, examination: Examination) -> Iterator[Change]:
         yield Change("loss_scale", scale, reason, lambda output: output.scaled)
 
 
-def _functions(output: Output, settings: Settings) -> Iterator[Change]:
+def _functions(output: Measured, settings: Settings) -> Iterator[Change]:
     """Functions that the output was emitted in, innermost first, each as a rule."""
     listed = settings.options.policy.function_codes
     codes, outside = _codes(output)
@@ -142,14 +142,14 @@ def _functions(output: Output, settings: Settings) -> Iterator[Change]:
         else:
             continue
 
-        def covers(other: Output, code: CodeType = code) -> bool:
+        def covers(other: Measured, code: CodeType = code) -> bool:
             return code in _codes(other)[0]
 
         reason = f"computes {function.name} in float32"
         yield Change("function", function, reason, covers)
 
 
-def _codes(output: Output) -> tuple[list[CodeType], CodeType | None]:
+def _codes(output: Measured) -> tuple[list[CodeType], CodeType | None]:
     """Code of the functions around an output, innermost first, and of the outermost.
 
     What JAX traced on its own, such as a branch or what `jax.jit` holds, has frames up
@@ -196,11 +196,11 @@ def _modules(filename: str) -> list[str]:
     ]
 
 
-def _scopes(output: Output) -> Iterator[Change]:
+def _scopes(output: Measured) -> Iterator[Change]:
     for depth in range(len(output.scope), 0, -1):
         path = output.scope[:depth]
 
-        def covers(other: Output, path: tuple[str, ...] = path) -> bool:
+        def covers(other: Measured, path: tuple[str, ...] = path) -> bool:
             return other.scope[: len(path)] == path
 
         reason = f"computes module {'/'.join(path)} in float32"
@@ -208,7 +208,7 @@ def _scopes(output: Output) -> Iterator[Change]:
 
 
 def _primitives(
-    output: Output, others: Sequence[Output], matmuls: Sequence[Output]
+    output: Measured, others: Sequence[Measured], matmuls: Sequence[Measured]
 ) -> Iterator[Change]:
     """Primitives of the line; a cast that autocast inserted is one of its operation."""
     names = dict.fromkeys(
@@ -219,7 +219,7 @@ def _primitives(
     )
     for name in names:
 
-        def covers(other: Output, name: str = name) -> bool:
+        def covers(other: Measured, name: str = name) -> bool:
             return other.primitive == name
 
         reason = f"computes every {name} in float32"

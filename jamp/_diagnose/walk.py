@@ -1,25 +1,29 @@
 """Walks through a program in two runs at once, and measures every equation of it.
 
 What a jit, a checkpoint or a function with derivative rules holds is walked through
-where it stands, equation by equation; of a branch, the one that the run under autocast
-takes. A loop is compiled as a whole, and calls back in each iteration.
+where it stands, equation by equation. How often a loop runs and which branch is taken
+is decided in the run under autocast, for both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal, jaxpr_as_fun
 
 from jamp import _dtypes
 from jamp import _primitives as primitives
-from jamp._diagnose.ledger import Ledger, Nesting, Output, Tracked
-from jamp._diagnose.measure import Pair, is_measured
+from jamp._compat import scan_counts
+from jamp._diagnose.ledger import Ledger, Measured, Nesting, Tracked
+from jamp._diagnose.measure import Pair, is_measured, measure, state_of
 from jamp._diagnose.shadow import EXACTLY, as_pair, run_pair
+from jamp._emit.binding import bind
 from jamp._equations import equations
 from jamp._plan.equation import closed
 
@@ -31,33 +35,23 @@ class Walk:
     """One walk through a program.
 
     Attributes:
-      runs: what runs a loop or a branch, by its primitive.
       steps: compiled equations, which several walks may share.
       advance: called after each equation.
       ledger: holds what is measured.
-      observer: what measures: the ledger, or what stands for it inside a loop.
       iteration: that of the loop around the program, if there is one.
     """
 
-    runs: Mapping[str, Callable[..., list[Tracked]]]
     steps: Steps
     advance: Callable[[], object]
     ledger: Ledger
-    observer: Any
-    iteration: Any = None
-
-    @property
-    def eager(self) -> bool:
-        """Whether values are arrays; inside a loop they are traced."""
-        return self.observer is self.ledger
+    iteration: int | None = None
 
     def entering(
         self, pair: Pair, scaled: bool = False, producers: frozenset[int] = frozenset()
     ) -> Tracked:
         """A value that enters a program."""
         measured = is_measured(jax.typeof(pair.computed))
-        state = self.observer.note(None, pair) if measured else None
-        return Tracked(pair, state, scaled, producers)
+        return Tracked(pair, state_of(pair) if measured else None, scaled, producers)
 
     def run(
         self, program: Any, values: Sequence[Tracked], nesting: Nesting | None = None
@@ -90,11 +84,17 @@ class Walk:
         if name in primitives.CALLS:
             program = eqn.params[primitives.CALLS[name]]
             return self.run(program, operands, nesting.enter(eqn))
-        if name in self.runs:
-            results = self.runs[name](self, eqn, operands, nesting.enter(eqn))
-        else:
-            results = self._plain(eqn, operands, nesting)
-        self.advance()
+        match name:
+            case "cond":
+                results = self._cond(eqn, operands, nesting.enter(eqn))
+            case "scan":
+                results = self._scan(eqn, operands, nesting.enter(eqn))
+            case "while":
+                results = self._while(eqn, operands, nesting.enter(eqn))
+            case _:
+                results = self._plain(eqn, operands, nesting)
+        if self.iteration is None:
+            self.advance()
         return results
 
     def _plain(
@@ -110,16 +110,19 @@ class Walk:
         for var, pair in zip(eqn.outvars, pairs, strict=True):
             value = Tracked(pair, None, scaled, producers)
             if is_measured(var.aval):
-                number, dtype = self.ledger.number(producers), _dtypes.dtype_of(var)
-                output = Output(number, eqn, dtype, scope, nesting.callers, scaled)
-                state = self.observer.note(output, pair, states, self.iteration)
+                number = self.ledger.number(nesting, var, producers)
+                statistics, state = measure(pair, states, self.iteration)
+                dtype = _dtypes.dtype_of(var)
+                self.ledger.note(
+                    Measured(
+                        number, eqn, dtype, scope, nesting.callers, scaled, statistics
+                    )
+                )
                 value = Tracked(pair, state, scaled, frozenset({number}))
             values.append(value)
         return values
 
     def _bind(self, eqn: JaxprEqn, operands: Sequence[Pair]) -> list[Pair]:
-        if not self.eager:
-            return run_pair(eqn, operands)
         dtypes = tuple(map(_dtypes.dtype_of, (*eqn.invars, *eqn.outvars)))
         key: Hashable = (eqn.primitive, tuple(eqn.params.items()), eqn.ctx, dtypes)
         try:
@@ -131,6 +134,97 @@ class Walk:
                 lambda *operands: run_pair(eqn, operands), compiler_options=EXACTLY
             )
         return self.steps[key](*operands)
+
+    def _cond(
+        self, eqn: JaxprEqn, operands: Sequence[Tracked], nesting: Nesting
+    ) -> list[Tracked]:
+        index, branches = int(operands[0].pair.computed), eqn.params["branches"]
+        taken = min(max(index, 0), len(branches) - 1)
+        return self.run(branches[taken], operands[1:], nesting)
+
+    def _scan(
+        self, eqn: JaxprEqn, operands: Sequence[Tracked], nesting: Nesting
+    ) -> list[Tracked]:
+        start, count = scan_counts(eqn.params)
+        stop = start + count
+        consts, carry, xs = operands[:start], operands[start:stop], operands[stop:]
+        slices_of = range(eqn.params["length"])
+        rows: dict[int, list[Tracked]] = {}
+        for iteration, index in enumerate(
+            reversed(slices_of) if eqn.params["reverse"] else slices_of
+        ):
+            slices = [
+                self.entering(_slice(x.pair, index), x.scaled, x.producers) for x in xs
+            ]
+            values = [*consts, *carry, *slices]
+            results = self._iterate(eqn.params["jaxpr"], values, nesting, iteration)
+            carry = _carried(results[:count], operands[start:stop])
+            rows[index] = results[count:]
+        if not rows:
+            # What is stacked then has no elements.
+            arrays = bind(eqn, [operand.pair.computed for operand in operands])
+            ys = [self.entering(as_pair(array)) for array in arrays[count:]]
+        else:
+            columns = zip(*(rows[index] for index in slices_of), strict=True)
+            ys = [self._stacked(column) for column in columns]
+        return self._left([*carry, *ys], operands, nesting)
+
+    def _stacked(self, values: Sequence[Tracked]) -> Tracked:
+        """What a scan returns of the results of its iterations."""
+        pair = jax.tree.map(_stack, *(value.pair for value in values))
+        return self.entering(pair, any(value.scaled for value in values))
+
+    def _while(
+        self, eqn: JaxprEqn, operands: Sequence[Tracked], nesting: Nesting
+    ) -> list[Tracked]:
+        split, count = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        tested, consts = operands[:split], operands[split : split + count]
+        first = carry = operands[split + count :]
+        condition = jaxpr_as_fun(eqn.params["cond_jaxpr"])
+        iterations = itertools.count()
+        while condition(*(value.pair.computed for value in (*tested, *carry)))[0]:
+            values, iteration = [*consts, *carry], next(iterations)
+            results = self._iterate(
+                eqn.params["body_jaxpr"], values, nesting, iteration
+            )
+            carry = _carried(results, first)
+        return self._left(carry, operands, nesting)
+
+    def _iterate(
+        self, program: Any, values: Sequence[Tracked], nesting: Nesting, iteration: int
+    ) -> list[Tracked]:
+        return replace(self, iteration=iteration).run(program, values, nesting)
+
+    def _left(
+        self, results: Sequence[Tracked], operands: Sequence[Tracked], nesting: Nesting
+    ) -> list[Tracked]:
+        """The results of a loop: all that is inside may have led to each of them."""
+        inside = self.ledger.inside(nesting)
+        producers = inside.union(*(operand.producers for operand in operands))
+        return [result._replace(producers=producers) for result in results]
+
+
+def _slice(pair: Pair, index: int) -> Pair:
+    # With an ellipsis, NumPy gives an array of a vector's element too.
+    found: Pair = jax.tree.map(lambda array: array[index, ...], pair)
+    return found
+
+
+def _stack(*arrays: Any) -> Any:
+    # NumPy compiles nothing; it has no keys.
+    numpy_has = isinstance(arrays[0].dtype, np.dtype)
+    return np.stack(arrays) if numpy_has else jnp.stack(arrays)
+
+
+def _carried(results: Sequence[Tracked], first: Sequence[Tracked]) -> list[Tracked]:
+    """What the next iteration takes: as if it came from where the first one came.
+
+    So no output leads to itself.
+    """
+    return [
+        result._replace(producers=value.producers)
+        for result, value in zip(results, first, strict=True)
+    ]
 
 
 def _is_of_jax(name: str) -> bool:
