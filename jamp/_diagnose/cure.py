@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -30,27 +30,29 @@ def find_cure(subject: Subject, before: Examination, examine: Examine) -> list[C
         settings = _applied(before.settings, changes)
         return not run_again(subject, settings, before).spoiled
 
+    for changes in _attempts(before, examine):
+        if cures(changes):
+            return _smallest(changes, cures)
+    return []
+
+
+def _attempts(before: Examination, examine: Examine) -> Iterator[list[Change]]:
+    """Changes to try together, those that cost the least first."""
     chosen: list[Change] = []
     examination = before
     for _ in range(ROUNDS):
         candidates = _candidates(examination)
-        for change in candidates:
-            if cures([*chosen, change]):
-                return _smallest([*chosen, change], cures)
+        yield from ([*chosen, change] for change in candidates)
         step = _step(examination, candidates, examine)
         if step is None:
             break
         change, examination = step
-        chosen.append(change)
-    further: list[Change] = chosen
+        chosen = [*chosen, change]
     for change in _further(examination):
-        further = [*further, change]
-        if cures(further):
-            return _smallest(further, cures)
+        chosen = [*chosen, change]
+        yield chosen
     for change in last_resorts(before):
-        if cures([change]):
-            return [change]
-    return []
+        yield [change]
 
 
 def _candidates(examination: Examination) -> list[Change]:
