@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -77,15 +76,14 @@ def residuals(fn: Callable[..., Any], first: Any, *rest: Any) -> tuple[Residual,
     def saved(first: Any, *rest: Any) -> Any:
         return jax.vjp(lambda value: _floats(fn(value, *rest)), first)[1]
 
-    jaxpr = jax.make_jaxpr(saved)(first, *rest).jaxpr
-    found = {}
-    makers = _Makers(jaxpr)
-    for var in jaxpr.outvars:
-        made = makers.of(var)
-        if isinstance(made, _Made):
-            found[made.call, made.var] = Residual(
-                made.var.aval.shape, made.var.aval.dtype, made.eqn
-            )
+    makers = _makers_of_results(jax.make_jaxpr(saved)(first, *rest).jaxpr)
+    found = {
+        (made.call, made.var): Residual(
+            made.var.aval.shape, made.var.aval.dtype, made.eqn
+        )
+        for made in makers
+        if isinstance(made, _Made)
+    }
     return tuple(sorted(found.values(), key=lambda residual: -residual.nbytes))
 
 
@@ -125,47 +123,27 @@ class _Made(NamedTuple):
     eqn: JaxprEqn
 
 
-class _Makers:
-    """What makes the buffers of one program's variables."""
+def _makers_of_results(jaxpr: Any, call: tuple[int, ...] = ()) -> list[Any]:
+    """What makes the buffers of a program's results.
 
-    def __init__(self, jaxpr: Any, call: tuple[int, ...] = ()):
-        self._jaxpr = jaxpr
-        self._call = call
-        self._inner: dict[int, _Makers] = {}
+    The number of an argument stands for it, and None for what constants alone give.
+    """
+    makers: dict[Any, Any] = {var: i for i, var in enumerate(jaxpr.invars)}
+    makers.update((var, var) for var in jaxpr.constvars)
 
-    @cached_property
-    def _eqns(self) -> dict[Any, JaxprEqn]:
-        return {var: eqn for eqn in self._jaxpr.eqns for var in eqn.outvars}
+    def maker_of(atom: Any) -> Any:
+        return None if isinstance(atom, Literal) else makers[atom]
 
-    @cached_property
-    def _constants(self) -> set[Any]:
-        found: set[Any] = set()
-        for eqn in self._jaxpr.eqns:
-            if all(isinstance(v, Literal) or v in found for v in eqn.invars):
-                found.update(eqn.outvars)
-        return found
-
-    def of(self, var: Any) -> Any:
-        """What makes a variable's buffer, or the input that it is, or None."""
-        while not isinstance(var, Literal) and var not in self._constants:
-            eqn = self._eqns.get(var)
-            if eqn is None:
-                return var
-            if eqn.primitive.name in _CALLS:
-                (program,) = jaxprs_in_params(eqn.params)
-                made = self._called(eqn, program).of(
-                    program.outvars[eqn.outvars.index(var)]
-                )
-                if made not in program.invars:
-                    return made
-                var = eqn.invars[program.invars.index(made)]
-            elif eqn.primitive.name in primitives.VIEWS:
-                var = eqn.invars[0]
-            else:
-                return _Made(self._call, var, eqn)
-        return None
-
-    def _called(self, eqn: JaxprEqn, program: Any) -> _Makers:
-        """The makers of the program that a call runs."""
-        call = (*self._call, id(eqn))
-        return self._inner.setdefault(id(eqn), _Makers(program, call))
+    for eqn in jaxpr.eqns:
+        operands, name = list(map(maker_of, eqn.invars)), eqn.primitive.name
+        made: list[Any] = [_Made(call, var, eqn) for var in eqn.outvars]
+        if all(operand is None for operand in operands):
+            made = [None] * len(made)
+        elif name in _CALLS:
+            (program,) = jaxprs_in_params(eqn.params)
+            inner = _makers_of_results(program, (*call, id(eqn)))
+            made = [operands[m] if isinstance(m, int) else m for m in inner]
+        elif name in primitives.VIEWS:
+            made = operands[:1]
+        makers.update(zip(eqn.outvars, made, strict=True))
+    return list(map(maker_of, jaxpr.outvars))
