@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from jamp._diagnose.findings import Findings
+from jamp._diagnose.findings import Finding, Histogram, Suggestion, Underflow
 from jamp._diagnose.plot import save_plot
 
 
 @dataclass(frozen=True)
-class Diagnosis(Findings):
+class Diagnosis:
     """What autocast did to the numbers of a program.
 
     Attributes:
@@ -32,6 +33,22 @@ class Diagnosis(Findings):
         elements from becoming zero, and the largest that keeps all finite; None without
         a loss scale, and where gradients are too small or too large to tell.
     """
+
+    header: str
+    dtype: str
+    findings: tuple[Finding, ...]
+    suggestions: tuple[Suggestion, ...]
+    errors: Mapping[str, float]
+    gradient_error: float | None
+    underflows: tuple[Underflow, ...]
+    histograms: tuple[Histogram, ...]
+    loss_scale: float | None
+    scale_window: tuple[float, float] | None
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.findings
 
     def text(self) -> str:
         """The diagnosis as text."""
@@ -111,7 +128,15 @@ class Diagnosis(Findings):
         Raises:
           ImportError: matplotlib is not installed.
         """
-        save_plot(self, path)
+        state = "healthy" if self.healthy else self.findings[0].message
+        save_plot(
+            path,
+            f"{self.header}\n{state}",
+            self.dtype,
+            self.histograms,
+            self.loss_scale,
+            self.scale_window,
+        )
 
 
 def _finite(number: float | None) -> float | None:

@@ -115,24 +115,3 @@ class Underflow:
             f"{self.flushed:.1%} zero, {self.subnormal:.1%} subnormal: "
             f"{self.operation} at {self.location or 'unknown location'}"
         )
-
-
-@dataclass(frozen=True)
-class Findings:
-    """What is known of a program's numbers; see `Diagnosis`."""
-
-    header: str
-    dtype: str
-    findings: tuple[Finding, ...]
-    suggestions: tuple[Suggestion, ...]
-    errors: Mapping[str, float]
-    gradient_error: float | None
-    underflows: tuple[Underflow, ...]
-    histograms: tuple[Histogram, ...]
-    loss_scale: float | None
-    scale_window: tuple[float, float] | None
-
-    @property
-    def healthy(self) -> bool:
-        """Whether nothing is wrong."""
-        return not self.findings
