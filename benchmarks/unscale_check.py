@@ -14,7 +14,6 @@ from rich.progress import track
 from jamp.pallas_kernels import all_finite, unscale_and_check
 from jamp.pallas_kernels.unscale import backends
 
-KERNELS = ("triton", "mosaic_gpu")
 CASES = {
     **gradient_trees.SMALL,
     "resnet50": gradient_trees.resnet50,
@@ -28,7 +27,7 @@ POISONS = (None, np.inf, -np.inf, np.nan)
 def check_on_card() -> dict[str, Any]:
     """For each kernel the comparisons and differences, or why it can't run."""
     checks: dict[str, Any] = {}
-    for kernel in KERNELS:
+    for kernel in backends.KERNELS:
         reasons = backends.why_not(kernel)
         if reasons:
             checks[kernel] = {"cannot_run": reasons}

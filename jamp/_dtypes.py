@@ -15,7 +15,9 @@ DType = np.dtype[Any]
 FLOAT32: DType = np.dtype(np.float32)
 FLOAT16: DType = np.dtype(np.float16)
 BFLOAT16: DType = np.dtype(jnp.bfloat16)
+# What autocast may lower to.
 LOW_DTYPES = (FLOAT16, BFLOAT16)
+LOW_NAMES = " or ".join(dtype.name for dtype in LOW_DTYPES)
 
 
 def dtype_of(atom: Any) -> Any:

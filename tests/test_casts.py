@@ -9,6 +9,7 @@ import pytest
 from jaxprs import casts, dtypes, equations, matmul_dtypes, operand_dtypes, traced
 
 import jamp
+from jamp._dtypes import LOW_DTYPES
 
 gpu = functools.partial(jamp.autocast, device_type="gpu")
 LOW_PAIR = ("float16", "float16")
@@ -293,3 +294,21 @@ def test_no_operation_mixes_dtypes():
             continue
         for found in operand_dtypes(program, name):
             assert len({dtype for dtype in found if "float" in dtype}) <= 1
+
+
+@pytest.mark.parametrize("dtype", LOW_DTYPES, ids=str)
+def test_every_low_dtype_is_one_to_compute_in(dtype):
+    fn = jamp.autocast(lambda x, w: jnp.tanh(x @ w).sum(), dtype=dtype)
+    program = traced(jax.value_and_grad(fn, argnums=(0, 1)), x44, x44)
+    assert matmul_dtypes(program) == [(dtype.name, dtype.name)] * 3
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_])
+def test_integers_and_booleans_are_sliced_at_constant_indices(dtype):
+    def fn(given):
+        made = jax.lax.full((3, 4), 1, dtype)
+        sliced = [jax.lax.dynamic_slice(x, (0, 1), (2, 2)) for x in (given, made)]
+        return sliced[0] == sliced[1]
+
+    given = jnp.arange(12).reshape(3, 4).astype(dtype)
+    np.testing.assert_array_equal(jamp.autocast(fn)(given), given[0:2, 1:3] == 1)

@@ -19,7 +19,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
 ]
 
-KERNELS = ("triton", "mosaic_gpu")
 INV_SCALE = np.float32(1 / 1536)
 # The largest float16, the smallest normal and a denormal of float32, of float16 and of
 # bfloat16, zeros of both signs.
@@ -27,7 +26,7 @@ NUMBERS = (65504.0, -65504.0, 1.2e-38, 1e-40, 6.1e-5, 6e-8, 9e-41, 0.0, -0.0, 3e
 DTYPES = (jnp.float32, jnp.float16, jnp.bfloat16)
 
 
-@pytest.fixture(params=KERNELS)
+@pytest.fixture(params=backends.KERNELS)
 def kernel(request):
     return load(request.param)
 

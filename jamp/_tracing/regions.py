@@ -117,10 +117,10 @@ def check_floating(name: str, dtype: Any) -> DType:
 
 
 def _low_dtype(dtype: Any) -> DType:
-    found = _dtype("dtype", dtype, "float16 or bfloat16")
+    found = _dtype("dtype", dtype, _dtypes.LOW_NAMES)
     if found not in _dtypes.LOW_DTYPES:
         raise AutocastError(
-            f"dtype must be float16 or bfloat16, got {found}; leave it out for the "
+            f"dtype must be {_dtypes.LOW_NAMES}, got {found}; leave it out for the "
             "policy's own, or use enabled=False to compute as written"
         )
     return found

@@ -15,7 +15,9 @@ import jax
 
 from jamp.pallas_kernels.unscale import partitioning
 
-IMPLEMENTATIONS = ("auto", "xla", "triton", "mosaic_gpu")
+# Each is the name of a module beside this one.
+KERNELS = ("triton", "mosaic_gpu")
+IMPLEMENTATIONS = ("auto", "xla", *KERNELS)
 
 
 def backend(implementation: str) -> Any:
