@@ -16,6 +16,9 @@ VENV := .venv-$(VERSION)
 endif
 BIN := $(VENV)/bin
 
+# Which tests `make test` runs, by their markers.
+MARKED ?= not slow
+
 export JAX_PLATFORMS ?= cpu
 export PIP_NO_INPUT := 1
 # Packages are installed without bytecode; Python writes it where it imports them.
@@ -30,7 +33,7 @@ test: $(VENV)/.installed-$(VERSION)-test
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy --strict jamp tests/typing_examples.py
-	$(BIN)/pytest -n 2 --dist worksteal
+	$(BIN)/pytest -n 2 --dist worksteal -m '$(MARKED)'
 
 test-slow: $(VENV)/.installed-$(VERSION)-test
 	$(BIN)/pytest -n 2 --dist worksteal -m slow

@@ -11,6 +11,8 @@ import pytest
 
 import jamp
 
+pytestmark = pytest.mark.once
+
 # Twenty roundings: these programs are a few operations long.
 CLOSE = {name: 20 * float(jnp.finfo(name).eps) for name in ("float16", "bfloat16")}
 

@@ -12,6 +12,8 @@ from models import MODELS, make_task
 
 import jamp
 
+pytestmark = pytest.mark.once
+
 LOSS_SCALE = {"float16": 2.0**10, "bfloat16": 1.0}
 
 each_dtype = pytest.mark.parametrize("dtype", LOSS_SCALE)

@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import pytest
 
+pytestmark = pytest.mark.once
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(

@@ -13,6 +13,8 @@ import pytest
 import jamp
 from jamp import pallas_kernels
 
+pytestmark = pytest.mark.once
+
 ROOT = Path(__file__).parents[1]
 # What the build reads beside docs/.
 SOURCES = ["jamp", "pallas_kernels", "policies", "examples", "benchmarks"]

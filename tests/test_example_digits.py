@@ -3,6 +3,8 @@
 import digits
 import pytest
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture(scope="module")
 def figure(tmp_path_factory):

@@ -6,6 +6,8 @@ import sys
 import inference
 import pytest
 
+pytestmark = pytest.mark.once
+
 CONSUMER = f"""
 import sys
 from pathlib import Path

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import resnet
 
+pytestmark = pytest.mark.once
+
 
 def is_png(path):
     return path.read_bytes().startswith(b"\x89PNG")

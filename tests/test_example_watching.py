@@ -8,6 +8,8 @@ import pytest
 import watching
 from rich.console import Console
 
+pytestmark = pytest.mark.once
+
 STEPS = WIDTH = 80
 OVERFLOW_IN_STEP = 40
 

@@ -15,6 +15,8 @@ import training_fp16
 import training_nnx
 import two_models
 
+pytestmark = pytest.mark.once
+
 
 @pytest.mark.parametrize("example", [training_fp16, training_nnx, plain_loop])
 def test_a_model_learns_in_float16(example):
