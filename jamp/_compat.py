@@ -6,7 +6,7 @@ Some of it would not raise if JAX changed it, and jamp would quietly do less:
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import CodeType
 from typing import Any
@@ -15,7 +15,7 @@ import jax
 
 # No public name gives the settings (x64, mesh, matmul precision ...) that a trace
 # depends on and that jax.jit itself keys its caches on.
-from jax._src.config import trace_context as _trace_context
+from jax._src.config import trace_context as trace_context
 
 # The top-level trace has no public name; jax.core.trace_state_clean is gone.
 from jax._src.core import trace_state_clean as _trace_state_clean
@@ -42,12 +42,6 @@ _NAMEABLE = frozenset(
     "call call_hi_primitive closed_call eval_jaxpr log2 one_minus_square "
     "polynomial".split()
 )
-
-
-def trace_context() -> Hashable:
-    """The configuration that a traced program depends on."""
-    context: Hashable = _trace_context()
-    return context
 
 
 def under_trace(arrays: Iterable[Any]) -> bool:

@@ -63,8 +63,7 @@ def metrics(
         state = state.scaler_state
     found = {"loss_scale": state.scale, "growth_tracker": state.growth_tracker, **found}
     arrays = {name: jnp.asarray(value) for name, value in found.items()}
-    scalars: dict[str, jax.Array] = _scalars(arrays, grads, axis_name)
-    return scalars
+    return dict(_scalars(arrays, grads, axis_name))
 
 
 # One program in an eager loop too, whose results are not its arguments' buffers.
@@ -81,7 +80,7 @@ def _norm(grads: Any, scale: jax.Array, axis_name: Any) -> jax.Array:
     """The norm of gradients once they are unscaled; finite where float32 holds it."""
     inverse = 1 / scale
     sizes = [
-        _unscaled_size(leaf, inverse)
+        (widened(jnp.abs(leaf)) * inverse).astype(jnp.float32)
         for leaf in jax.tree.leaves(grads)
         if jnp.issubdtype(leaf.dtype, jnp.inexact)
     ]
@@ -97,8 +96,3 @@ def _norm(grads: Any, scale: jax.Array, axis_name: Any) -> jax.Array:
         squares = jax.lax.psum(squares, axis_name)
     # GradScaler.unscale skips such a step too: the scale is too large to divide by.
     return jnp.where(inverse == 0, jnp.inf, jnp.sqrt(squares) / factor)
-
-
-def _unscaled_size(leaf: jax.Array, inverse: jax.Array) -> jax.Array:
-    """The absolute values of unscaled gradients, in float32."""
-    return (widened(jnp.abs(leaf)) * inverse).astype(jnp.float32)

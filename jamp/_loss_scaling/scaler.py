@@ -274,10 +274,8 @@ class GradScaler:
         scale, growth, backoff, interval, tracker = (state_dict[key] for key in _KEYS)
         scale = float(scale)
         low, high = options.get("min_scale", cls.min_scale), options.get("max_scale")
-        if low is not None:
-            scale = max(scale, low)
-        if high is not None:
-            scale = min(scale, high)
+        scale = scale if low is None else max(scale, low)
+        scale = scale if high is None else min(scale, high)
         scaler = cls(
             init_scale=scale,
             growth_factor=float(growth),
@@ -327,12 +325,7 @@ def is_number(leaf: Any) -> bool:
 
 
 def refuse_float16(tree: Any, what: str) -> None:
-    """Raises if a tree holds float16, naming the leaves.
-
-    Args:
-      tree: gradients or parameters.
-      what: what the message calls them.
-    """
+    """Raises if a tree, which the message calls `what`, has float16 leaves."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     paths = [
         jax.tree_util.keystr(path)

@@ -148,7 +148,9 @@ class _LossScaling:
             unscaled, found_too = self._unscale(state.scaler_state, extra_args["grad"])
             extra_args["grad"] = unscaled
             found = found | found_too
-        found = self._anywhere(found) | state.overflowed
+        if self.axis_name is not None and self.scaler.enabled:
+            found = jax.lax.psum(found.astype(jnp.int32), self.axis_name) > 0
+        found = found | state.overflowed
         if isinstance(state.inner_state, optax.MultiStepsState):
             # Its running mean would keep an inf.
             grads = select(found, jax.tree.map(jnp.zeros_like, grads), grads)
@@ -179,12 +181,6 @@ class _LossScaling:
         unscaled, _ = unscale_and_check(grads, 1 / state.scale)
         return unscaled, jnp.array(False)
 
-    def _anywhere(self, found: jax.Array) -> jax.Array:
-        """Whether an overflow was found on any shard."""
-        if self.axis_name is None or not self.scaler.enabled:
-            return found
-        return jnp.asarray(jax.lax.psum(found.astype(jnp.int32), self.axis_name) > 0)
-
 
 def _end(old: Any, new: Any) -> tuple[jax.Array, Any]:
     """Whether an update ended a step, and the inner state if that step is skipped."""
@@ -205,7 +201,7 @@ def loss_scale(opt_state: Any) -> jax.Array:
     Raises:
       ScalerError: it holds no loss scale, or several.
     """
-    return _scale_of(find_state(opt_state))
+    return _find_scale(opt_state)
 
 
 def last_step_skipped(opt_state: Any) -> jax.Array:
@@ -272,7 +268,7 @@ def value_and_grad(
     def scaled_value_and_grad(
         opt_state: Any, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        scale = _scale_of(find_state(opt_state, "; the first argument is opt_state"))
+        scale = _find_scale(opt_state, "; the first argument is opt_state")
 
         @functools.wraps(loss_fn)
         def with_scale(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -327,18 +323,14 @@ def _check_real(loss: Any, holomorphic: bool) -> None:
         raise ScalerTypeError(f"grad requires a real-valued loss, got {dtype}")
 
 
-def _scale_of(state: Any) -> jax.Array:
+def _find_scale(tree: Any, hint: str = "") -> jax.Array:
+    state = find_state(tree, hint)
     state = state.scaler_state if isinstance(state, DynamicLossScalingState) else state
     return jnp.asarray(state.scale)
 
 
 def find_state(tree: Any, hint: str = "") -> Any:
-    """The state of loss scaling in a tree, of either kind; see `loss_scale`.
-
-    Args:
-      tree: what holds the state.
-      hint: what the message adds if there is none.
-    """
+    """The state of loss scaling in a tree; an error, which ends in a hint, if none."""
     found = instances(tree, (DynamicLossScalingState, ScalerState))
     if len(found) == 1:
         return found[0]

@@ -1,11 +1,8 @@
 """flax.nnx modules in a traced function: their state goes in, and comes out updated.
 
-A trace works on copies of what enters it. The modules among the arguments of a
-function, those that it closes over, and itself if it is a module, are split
-into a structure and their arrays; the arrays are traced, and what the function made of
-them is written back to the modules. Modules of flax.linen that collect variables, as a
-side effect of a trace, are refused. flax is not imported for it: without it there are
-none.
+The modules of a call are split into a structure and their arrays; the arrays are
+traced, and what the function made of them is written back. Modules of flax.linen that
+collect variables as a side effect are refused. flax is not imported for it.
 """
 
 from __future__ import annotations
@@ -32,18 +29,12 @@ class _Slot:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A call whose arguments hold arrays where modules were.
-
-    Attributes:
-      fn: the function to trace.
-      args: its positional arguments.
-      kwargs: its keyword arguments.
-      finish: takes its result, updates the modules, and returns the user's result.
-    """
+    """A call whose arguments hold arrays where modules were."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    # Takes its result, updates the modules, and returns the user's result.
     finish: Callable[[Any], Any]
 
 
@@ -59,22 +50,24 @@ def prepare(fn: Callable[..., Any], args: Any, kwargs: Any) -> Prepared:
     """Takes the state out of the modules of a call, if there are any."""
     fn, args, kwargs = unwrap(fn, args, kwargs)
     _refuse_collecting(fn, args)
+    as_it_is = Prepared(fn, args, kwargs, lambda result: result)
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
-        return Prepared(fn, args, kwargs, lambda result: result)
+        return as_it_is
     own = _modules_of(fn, nnx)
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=partial(is_node, nnx))
-    passed = [leaf for leaf in leaves if is_node(nnx, leaf)]
-    modules = [*own, *passed]
+    modules = [*own, *(leaf for leaf in leaves if is_node(nnx, leaf))]
     if not modules:
-        return Prepared(fn, args, kwargs, lambda result: result)
+        return as_it_is
     numbers = iter(range(len(own), len(modules)))
     held = [_Slot(next(numbers)) if is_node(nnx, leaf) else leaf for leaf in leaves]
     structure, state = nnx.split(modules)
 
     def call(structure: Any, state: Any, held: Any) -> Any:
         # Merging may take the variables of the state as they are.
-        before = _arrays(nnx, state)
+        before = {
+            path: jax.tree.leaves(leaf) for path, leaf in nnx.to_flat_state(state)
+        }
         copies = nnx.merge(structure, state)
         filled = [
             copies[leaf.index] if isinstance(leaf, _Slot) else leaf for leaf in held
@@ -111,18 +104,12 @@ def _refuse_collecting(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
             )
 
 
-def _arrays(nnx: Any, state: Any) -> dict[Any, list[Any]]:
-    """The arrays of a state by their paths."""
-    return {path: jax.tree.leaves(leaf) for path, leaf in nnx.to_flat_state(state)}
-
-
 def _changed(nnx: Any, before: dict[Any, list[Any]], after: Any) -> Any:
     """What a call changed in a state; the rest may not even be written, under jit."""
-    arrays = _arrays(nnx, after)
     kept = [
         (path, leaf)
         for path, leaf in nnx.to_flat_state(after)
-        if list(map(id, arrays[path])) != list(map(id, before.get(path, [])))
+        if list(map(id, jax.tree.leaves(leaf))) != list(map(id, before.get(path, [])))
     ]
     return nnx.from_flat_state(kept)
 

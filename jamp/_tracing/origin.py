@@ -22,12 +22,7 @@ from jamp._policy.functions import Function
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a listed function.
-
-    Attributes:
-      function: the policy's entry.
-      key: identifies the call by the frames that led to it.
-    """
+    """One call of a listed function, told from others by the frames that led to it."""
 
     function: Function
     key: tuple[Any, ...]
@@ -45,12 +40,7 @@ def frame_key(eqn: JaxprEqn) -> FrameKey | None:
 
 
 def calls(key: FrameKey, functions: Mapping[int, Function]) -> Iterator[Call]:
-    """Calls of listed functions among the frames of an equation, outermost first.
-
-    Args:
-      key: the key of the frames.
-      functions: listed functions by the id of their code object.
-    """
+    """Calls of functions, listed by the id of their code; the outermost first."""
     ids, offsets = key
     hits = [index for index, code in enumerate(ids) if code in functions]
     for index in reversed(hits):
@@ -90,8 +80,7 @@ def location(eqn: JaxprEqn) -> Location | None:
         return None
     for code, offset in zip(*found, strict=True):
         if is_users(code.co_filename):
-            line = _line(code, offset)
-            return Location(code.co_filename, line, code.co_name)
+            return Location(code.co_filename, _line(code, offset), code.co_name)
     return None
 
 

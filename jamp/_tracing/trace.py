@@ -18,14 +18,11 @@ from jamp._tracing.regions import Options
 
 
 class Traced(NamedTuple):
-    """A function as traced for one signature.
+    """A function as traced for one signature."""
 
-    Attributes:
-      program: the closed jaxpr.
-      rebuild: makes the function's result of the program's results.
-    """
-
+    # A closed jaxpr.
     program: Any
+    # Makes the function's result of the program's results.
     rebuild: Callable[[Sequence[Any]], Any]
 
 
@@ -45,12 +42,7 @@ def with_arrays(
 
 
 def pass_for(fn: Callable[..., Any], stand_in: Any) -> None:
-    """Lets JAX name a function, and its line, in errors about what it traces instead.
-
-    Args:
-      fn: the function, or another thing that can be called.
-      stand_in: a function that calls it, with arguments of its own.
-    """
+    """Lets JAX name a function, and its line, in errors about its stand-in."""
     signature = inspect.signature(stand_in)
     named = fn if hasattr(fn, "__name__") else type(fn).__call__
     functools.update_wrapper(stand_in, named, updated=())
