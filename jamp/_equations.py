@@ -11,11 +11,9 @@ from jax.extend.core import JaxprEqn, jaxprs_in_params
 def equations(
     program: Any, enter: Callable[[JaxprEqn], bool] = lambda eqn: True
 ) -> Iterator[JaxprEqn]:
-    """The equations of a program, each followed by those that it holds.
+    """The equations of a jaxpr, closed or not, each followed by those that it holds.
 
-    Args:
-      program: a jaxpr, closed or not.
-      enter: whether the programs that an equation holds are looked into.
+    `enter` says of an equation whether to look into the programs that it holds.
     """
     return nested(program.eqns, enter)
 

@@ -154,19 +154,15 @@ def _add_target(command: argparse.ArgumentParser) -> None:
 def _info(chosen: argparse.Namespace) -> tuple[list[str], int]:
     del chosen
     kind = device_kind(None)
-    packages = {"jamp": __version__, "python": platform.python_version()}
+    rows = {"jamp": __version__, "python": platform.python_version()}
     for package in ("jax", "jaxlib", "optax", "flax"):
         try:
-            packages[package] = version(package)
+            rows[package] = version(package)
         except PackageNotFoundError:
-            packages[package] = "not installed"
-    devices = ", ".join(str(device) for device in jax.devices())
-    rows = {
-        **packages,
-        "devices": devices,
-        "policy": kind,
-        "dtype": Policy.load(kind).dtype.name,
-    }
+            rows[package] = "not installed"
+    rows["devices"] = ", ".join(map(str, jax.devices()))
+    rows["policy"] = kind
+    rows["dtype"] = Policy.load(kind).dtype.name
     if kind == "cpu":
         rows["bfloat16 on this processor"] = _BFLOAT16[multiplies_bfloat16()]
     width = max(map(len, rows))

@@ -20,9 +20,6 @@ def load_function(target: str) -> Callable[..., Any]:
     """The function that `module:function` or `file.py:function` names.
 
     Modules are looked for in the working directory too.
-
-    Raises:
-      TargetError: there is no such function, or importing its module failed.
     """
     module, _, name = target.rpartition(":")
     if not module or not name:
@@ -40,11 +37,7 @@ def load_function(target: str) -> Callable[..., Any]:
 
 
 def load_inputs(file: str) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """Example inputs from a Python file that sets `args`, and `kwargs` if wanted.
-
-    Raises:
-      TargetError: there is no such file, running it failed, or it sets no `args`.
-    """
+    """Example inputs from a Python file that sets `args`, and `kwargs` if wanted."""
     names = _load_file(file)
     args, kwargs = names.get("args"), names.get("kwargs", {})
     if not isinstance(args, (tuple, list)) or not isinstance(kwargs, Mapping):
@@ -59,11 +52,7 @@ def load_inputs(file: str) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
 def users_code(doing: str) -> Iterator[None]:
     """Turns what the user's code raises into an error that names the user's line.
 
-    Args:
-      doing: what is being done, to begin the message with.
-
-    Raises:
-      TargetError: the code inside raised something that is no error of jamp's.
+    Its message begins with what is being done. Errors of jamp's stay as they are.
     """
     try:
         yield

@@ -24,9 +24,6 @@ def code_of(obj: Any) -> CodeType | None:
 
     Looks through partials, jit, custom_jvp and every decorator that keeps
     `__wrapped__`; a class stands for its `__call__` method.
-
-    Raises:
-      PolicyError: JAX inlines the function, so that its calls leave no frame of it.
     """
     if inspect.isclass(obj):
         obj = inspect.getattr_static(obj, "__call__", None)
@@ -50,18 +47,14 @@ def code_of(obj: Any) -> CodeType | None:
 
 @dataclass(frozen=True)
 class Function:
-    """One function of a policy.
+    """One function of a policy."""
 
-    Attributes:
-      name: dotted name, as shown in reports.
-      code: its code object, if it was given as an object; a dotted name is resolved
-        when its module is imported.
-      required: whether it is an error that its module is imported and lacks it. Tables
-        that come with jamp name functions that not every release of a library has.
-    """
-
+    # A dotted name, as shown in reports.
     name: str
+    # None for what was given by name, which is resolved when its module is imported.
     code: CodeType | None = None
+    # Whether it is an error that its module is imported and lacks it. Tables that come
+    # with jamp name functions that not every release of a library has.
     required: bool = field(default=True, compare=False)
 
     @classmethod
@@ -84,11 +77,7 @@ class Function:
         return cls(name, code)
 
     def resolve(self) -> CodeType | None:
-        """The code object, or None while the function's module is not imported.
-
-        Raises:
-          PolicyError: the module is imported and has no such function.
-        """
+        """The code object, or None while the function's module is not imported."""
         try:
             return self.code or _resolve(self.name)
         except PolicyError:

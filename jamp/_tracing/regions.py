@@ -1,8 +1,8 @@
 """Regions: which autocast is in force where, while tracing and in a traced program.
 
 While a program is traced, the options in force live in a context that jit keys its
-caches on. In the traced program a region is a named scope, which survives jit,
-differentiation, vmap and every other transformation.
+caches on. In the traced program a region is a named scope, which survives every
+transformation.
 """
 
 from __future__ import annotations
@@ -179,14 +179,11 @@ def _register(options: Options) -> str:
 
 @dataclass(frozen=True)
 class Scope:
-    """The named scopes that an equation stands in.
+    """The named scopes that an equation stands in."""
 
-    Attributes:
-      names: the user's scope names, outermost first, without jamp's marks.
-      region: the options of the innermost region, if any.
-    """
-
+    # The user's scope names, outermost first, without jamp's marks.
     names: tuple[str, ...] = ()
+    # The options of the innermost region.
     region: Options | None = None
 
     @property
