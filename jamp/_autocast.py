@@ -1,7 +1,5 @@
 """`jamp.autocast`: the public transform, decorator and region."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import threading

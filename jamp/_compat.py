@@ -4,8 +4,6 @@ Some of it would not raise if JAX changed it, and jamp would quietly do less:
 `tests/test_compat.py` has a test for each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import CodeType

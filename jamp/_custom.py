@@ -1,7 +1,5 @@
 """`custom_fwd` and `custom_bwd`: functions that choose their own dtypes."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, overload

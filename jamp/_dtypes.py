@@ -1,7 +1,5 @@
 """Which dtypes autocast may change, and how they rank."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import cache
 from typing import Any

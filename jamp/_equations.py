@@ -1,7 +1,5 @@
 """All equations of a program, those of the programs that they hold included."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every error and warning that jamp raises, so that callers can catch one base."""
 
-from __future__ import annotations
-
 
 class JampError(Exception):
     """Base of all errors raised by jamp."""

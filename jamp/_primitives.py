@@ -4,8 +4,6 @@ Other modules ask whether a primitive is in one of these sets. Which rule holds 
 primitive is in the tables of policies.
 """
 
-from __future__ import annotations
-
 
 def _names(*words: str) -> frozenset[str]:
     return frozenset(" ".join(words).split())

@@ -1,7 +1,5 @@
 """`python -m jamp`: what autocast would do here or does with a function; policies."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform

@@ -1,7 +1,5 @@
 """Functions and their example inputs, as the command line names them."""
 
-from __future__ import annotations
-
 import importlib
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """`jamp.metrics`: what a logger wants of a training step, without waiting for it."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Loss scaling inside an optax optimizer, and the functions of a training loop."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Rules, and the names that a policy may use: below policies and what reads them."""
 
-from __future__ import annotations
-
 import enum
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Reads and validates policy tables."""
 
-from __future__ import annotations
-
 import difflib
 import tomllib
 from collections.abc import Iterator

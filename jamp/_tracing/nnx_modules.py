@@ -5,8 +5,6 @@ traced, and what the function made of them is written back. Modules of flax.line
 collect variables as a side effect are refused. flax is not imported for it.
 """
 
-from __future__ import annotations
-
 import sys
 import types
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Every equation remembers the Python frames that emitted it. Consecutive equation
 call of a listed function form one occurrence, which its policy rules as a whole.
 """
 
-from __future__ import annotations
-
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

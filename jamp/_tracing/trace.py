@@ -1,7 +1,5 @@
 """Traces a function on the arrays among its arguments."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Sequence

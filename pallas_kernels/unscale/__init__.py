@@ -1,7 +1,5 @@
 """Unscaling of gradients and the check whether all of them are finite, in one pass."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Which implementation runs: the one asked for, or the fastest that was measured."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import math

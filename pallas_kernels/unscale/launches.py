@@ -1,7 +1,5 @@
 """What every backend is asked and answers, and how launches divide leaves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """The kernel in Pallas for Mosaic GPU, for NVIDIA GPUs from Hopper on."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs a kernel on every device's own shards; only what it found crosses devices."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

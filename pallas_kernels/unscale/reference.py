@@ -1,7 +1,5 @@
 """The reference in plain JAX, which XLA compiles for every device."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import jax

@@ -1,7 +1,5 @@
 """The kernel in Pallas for Triton, for NVIDIA GPUs from Ampere on."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
