@@ -131,22 +131,20 @@ def _add_diagnose(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     diagnose.set_defaults(run=_diagnose)
 
 
+_TARGET = {
+    "function": "module:function, as in train:loss_fn, or file.py:function; the module "
+    "is imported, which runs the file",
+    "inputs": "a Python file, run too, that sets args, a tuple of the function's "
+    "arguments, and kwargs, a dict, if wanted",
+    "--device-type": "gpu, cpu or tpu; by default the device that there is",
+    "--dtype": "float16 or bfloat16; by default the policy's",
+    "--policy": "gpu, cpu, tpu or the path of a TOML file",
+}
+
+
 def _add_target(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "function",
-        help="module:function, as in train:loss_fn, or file.py:function; the module "
-        "is imported, which runs the file",
-    )
-    command.add_argument(
-        "inputs",
-        help="a Python file, run too, that sets args, a tuple of the function's "
-        "arguments, and kwargs, a dict, if wanted",
-    )
-    command.add_argument(
-        "--device-type", help="gpu, cpu or tpu; by default the device that there is"
-    )
-    command.add_argument("--dtype", help="float16 or bfloat16; by default the policy's")
-    command.add_argument("--policy", help="gpu, cpu, tpu or the path of a TOML file")
+    for name, text in _TARGET.items():
+        command.add_argument(name, help=text)
 
 
 def _info(chosen: argparse.Namespace) -> tuple[list[str], int]:

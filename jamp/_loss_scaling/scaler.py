@@ -176,9 +176,15 @@ class GradScaler:
         backs_off = found & (overflows >= self.hysteresis)
         tracker = state.growth_tracker + 1
         grows = ~found & (tracker == self.growth_interval)
-        scale = jnp.where(grows, self._grown(state.scale), state.scale)
+        grown = _product(state.scale, self.growth_factor)
+        if self.max_scale is not None:
+            grown = jnp.minimum(grown, self.max_scale)
+        scale = jnp.where(grows & jnp.isfinite(grown), grown, state.scale)
+        backed_off = _product(state.scale, self.backoff_factor)
+        if self.min_scale is not None:
+            backed_off = jnp.maximum(backed_off, self.min_scale)
         return ScalerState(
-            scale=jnp.where(backs_off, self._backed_off(state.scale), scale),
+            scale=jnp.where(backs_off, backed_off, scale),
             growth_tracker=jnp.where(found | grows, 0, tracker),
             hysteresis_tracker=jnp.where(found, overflows, 0),
         )
@@ -284,18 +290,6 @@ class GradScaler:
             **options,
         )
         return scaler, _state(scale, int(tracker))
-
-    def _grown(self, scale: jax.Array) -> jax.Array:
-        grown = _product(scale, self.growth_factor)
-        if self.max_scale is not None:
-            grown = jnp.minimum(grown, self.max_scale)
-        return jnp.where(jnp.isfinite(grown), grown, scale)
-
-    def _backed_off(self, scale: jax.Array) -> jax.Array:
-        backed_off = _product(scale, self.backoff_factor)
-        if self.min_scale is None:
-            return backed_off
-        return jnp.maximum(backed_off, self.min_scale)
 
 
 def scaled(scale: jax.Array, outputs: Any) -> Any:

@@ -52,7 +52,7 @@ def prepare(fn: Callable[..., Any], args: Any, kwargs: Any) -> Prepared:
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return as_it_is
-    own = _modules_of(fn, nnx)
+    own, with_modules = _own_modules(fn, nnx)
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=partial(is_node, nnx))
     modules = [*own, *(leaf for leaf in leaves if is_node(nnx, leaf))]
     if not modules:
@@ -71,8 +71,7 @@ def prepare(fn: Callable[..., Any], args: Any, kwargs: Any) -> Prepared:
             copies[leaf.index] if isinstance(leaf, _Slot) else leaf for leaf in held
         ]
         inner_args, inner_kwargs = jax.tree.unflatten(tree, filled)
-        inner = _with_modules(fn, nnx, copies[: len(own)])
-        result = inner(*inner_args, **inner_kwargs)
+        result = with_modules(copies)(*inner_args, **inner_kwargs)
         return result, _changed(nnx, before, nnx.split(copies)[1])
 
     pass_for(fn, call)
@@ -133,34 +132,34 @@ def is_node(nnx: Any, value: Any) -> bool:
     return isinstance(value, (nnx.Module, nnx.Rngs, nnx.Variable))
 
 
-def _modules_of(fn: Any, nnx: Any) -> list[Any]:
-    """The modules that a function is bound to or closes over."""
-    if is_node(nnx, fn):
-        return [fn]
-    if isinstance(fn, types.MethodType):
-        return [fn.__self__] if is_node(nnx, fn.__self__) else []
-    cells = getattr(fn, "__closure__", None) or ()
-    return [v for v in map(_content, cells) if is_node(nnx, v)]
+def _own_modules(fn: Any, nnx: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """The modules that a function is, is bound to or closes over.
 
-
-def _with_modules(fn: Any, nnx: Any, copies: list[Any]) -> Any:
-    """The function with other modules in the place of its own."""
-    if not copies:
-        return fn
+    And what makes the function anew with those that a list begins with in their place.
+    """
     if is_node(nnx, fn):
-        return copies[0]
-    if isinstance(fn, types.MethodType):
-        return types.MethodType(fn.__func__, copies[0])
-    replacements = iter(copies)
-    cells = tuple(
-        types.CellType(next(replacements)) if is_node(nnx, _content(cell)) else cell
-        for cell in fn.__closure__
-    )
-    copy = types.FunctionType(
-        fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, cells
-    )
-    copy.__kwdefaults__ = fn.__kwdefaults__
-    return copy
+        return [fn], lambda copies: copies[0]
+    if isinstance(fn, types.MethodType) and is_node(nnx, fn.__self__):
+        return [fn.__self__], lambda copies: types.MethodType(fn.__func__, copies[0])
+    held = getattr(fn, "__closure__", None)
+    cells = () if held is None or isinstance(fn, types.MethodType) else held
+    own = [v for v in map(_content, cells) if is_node(nnx, v)]
+
+    def with_modules(copies: list[Any]) -> Any:
+        if not own:
+            return fn
+        new = iter(copies)
+        closure = tuple(
+            types.CellType(next(new)) if is_node(nnx, _content(cell)) else cell
+            for cell in cells
+        )
+        copy = types.FunctionType(
+            fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, closure
+        )
+        copy.__kwdefaults__ = fn.__kwdefaults__
+        return copy
+
+    return own, with_modules
 
 
 def _content(cell: Any) -> Any:
