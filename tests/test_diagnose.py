@@ -145,6 +145,33 @@ def test_errors_are_those_of_the_compiled_programs(dtype):
         assert errors[f"result['{name}']"] == pytest.approx(error, rel=0.01)
 
 
+def loops(w, x, key):
+    def step(carry, slices):
+        h, count = carry
+        row, key = slices
+        h = jax.lax.fori_loop(0, count, lambda i, h: jnp.tanh(h @ w), h)
+        return (h, count + 1), (h @ row, h[0] + jax.random.uniform(key))
+
+    first, keys = (x, 1), jax.random.split(key, 3)
+    (h, _), ys = jax.lax.scan(step, first, (w[:3], keys), reverse=True)
+    none = jax.lax.scan(lambda c, _: (c, jnp.sin(c)), h @ w, None, length=0)
+    return {"h": h, "products": ys[0], "sums": ys[1], "none": none[0]}, none[1]
+
+
+def test_what_loops_return_is_that_of_compiled_ones():
+    rng = np.random.default_rng(0)
+    w, x = rng.standard_normal((2, 8, 8)).astype(np.float32)
+    args = w, x, jax.random.key(0)
+    errors = diagnose(loops)(*args).errors
+    low = jax.jit(jamp.autocast(loops, device_type="gpu"))(*args)[0]
+    full = jax.jit(loops)(*args)[0]
+    assert list(errors) == [f"result[0]['{name}']" for name in full]
+    for name in full:
+        a, b = np.asarray(low[name], np.float64), np.asarray(full[name], np.float64)
+        error = np.linalg.norm(a - b) / np.linalg.norm(b)
+        assert errors[f"result[0]['{name}']"] == pytest.approx(error, rel=0.1)
+
+
 def test_an_overflow_without_harm_is_no_finding():
     def fn(x):
         return jnp.minimum(square(product(x)), 100.0)

@@ -7,7 +7,6 @@ is decided in the run under autocast, for both.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -84,15 +83,11 @@ class Walk:
         if name in primitives.CALLS:
             program = eqn.params[primitives.CALLS[name]]
             return self.run(program, operands, nesting.enter(eqn))
-        match name:
-            case "cond":
-                results = self._cond(eqn, operands, nesting.enter(eqn))
-            case "scan":
-                results = self._scan(eqn, operands, nesting.enter(eqn))
-            case "while":
-                results = self._while(eqn, operands, nesting.enter(eqn))
-            case _:
-                results = self._plain(eqn, operands, nesting)
+        runs = {"cond": self._cond, "scan": self._scan, "while": self._while}
+        if name in runs:
+            results = runs[name](eqn, operands, nesting.enter(eqn))
+        else:
+            results = self._plain(eqn, operands, nesting)
         if self.iteration is None:
             self.advance()
         return results
@@ -148,16 +143,17 @@ class Walk:
         start, count = scan_counts(eqn.params)
         stop = start + count
         consts, carry, xs = operands[:start], operands[start:stop], operands[stop:]
-        slices_of = range(eqn.params["length"])
+        indices = range(eqn.params["length"])
+        if eqn.params["reverse"]:
+            indices = indices[::-1]
         rows: dict[int, list[Tracked]] = {}
-        for iteration, index in enumerate(
-            reversed(slices_of) if eqn.params["reverse"] else slices_of
-        ):
+        for iteration, index in enumerate(indices):
             slices = [
                 self.entering(_slice(x.pair, index), x.scaled, x.producers) for x in xs
             ]
             values = [*consts, *carry, *slices]
-            results = self._iterate(eqn.params["jaxpr"], values, nesting, iteration)
+            inner = replace(self, iteration=iteration)
+            results = inner.run(eqn.params["jaxpr"], values, nesting)
             carry = _carried(results[:count], operands[start:stop])
             rows[index] = results[count:]
         if not rows:
@@ -165,7 +161,7 @@ class Walk:
             arrays = bind(eqn, [operand.pair.computed for operand in operands])
             ys = [self.entering(as_pair(array)) for array in arrays[count:]]
         else:
-            columns = zip(*(rows[index] for index in slices_of), strict=True)
+            columns = zip(*(rows[index] for index in sorted(rows)), strict=True)
             ys = [self._stacked(column) for column in columns]
         return self._left([*carry, *ys], operands, nesting)
 
@@ -181,19 +177,13 @@ class Walk:
         tested, consts = operands[:split], operands[split : split + count]
         first = carry = operands[split + count :]
         condition = jaxpr_as_fun(eqn.params["cond_jaxpr"])
-        iterations = itertools.count()
+        iteration = 0
         while condition(*(value.pair.computed for value in (*tested, *carry)))[0]:
-            values, iteration = [*consts, *carry], next(iterations)
-            results = self._iterate(
-                eqn.params["body_jaxpr"], values, nesting, iteration
-            )
+            inner = replace(self, iteration=iteration)
+            results = inner.run(eqn.params["body_jaxpr"], [*consts, *carry], nesting)
             carry = _carried(results, first)
+            iteration += 1
         return self._left(carry, operands, nesting)
-
-    def _iterate(
-        self, program: Any, values: Sequence[Tracked], nesting: Nesting, iteration: int
-    ) -> list[Tracked]:
-        return replace(self, iteration=iteration).run(program, values, nesting)
 
     def _left(
         self, results: Sequence[Tracked], operands: Sequence[Tracked], nesting: Nesting

@@ -18,7 +18,7 @@ def to_dict(report: Figures) -> dict[str, Any]:
     return {
         "function": report.name,
         **_options(report.options),
-        "regions": [_options(options) for options in report.regions],
+        "regions": list(map(_options, report.regions)),
         "attention": list(report.attention),
         "unknown": dict(sorted(unknown.items())),
         "unused_entries": [
@@ -42,11 +42,10 @@ def _options(options: Options) -> dict[str, Any]:
 
 
 def _figures(counted: Counted) -> dict[str, Any]:
-    matmuls = counted.matmuls
     return {
         "equations": len(counted.operations),
-        "matmuls": len(matmuls),
-        "low_matmuls": sum(op.record.low for op in matmuls),
+        "matmuls": len(counted.matmuls),
+        "low_matmuls": counted.low_matmuls,
         "flops": counted.flops,
         "low_flop_share": counted.low_flop_share,
         "result_bytes": counted.result_bytes,

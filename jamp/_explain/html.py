@@ -52,14 +52,13 @@ def _attention(sentences: Iterable[str]) -> str:
 
 
 def _cards(report: Figures) -> Iterator[str]:
-    matmuls = report.matmuls
     flops = Counter[str]()
-    for row in rows(matmuls):
+    for row in rows(report.matmuls):
         flops[row.computes_in] += int(row.flops)
     yield _card(
         "FLOPs in 16 bits",
         share(report.low_flop_share),
-        f"{sum(op.record.low for op in matmuls)} of {len(matmuls)} matmuls and "
+        f"{report.low_matmuls} of {len(report.matmuls)} matmuls and "
         f"convolutions, {amount(report.flops, 'FLOP')}",
         _bar(flops),
     )

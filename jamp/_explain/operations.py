@@ -139,6 +139,11 @@ class Counted:
         """The matmuls and convolutions."""
         return tuple(op for op in self.operations if op.matmul)
 
+    @property
+    def low_matmuls(self) -> int:
+        """Number of those that compute on 16-bit operands."""
+        return sum(op.record.low for op in self.matmuls)
+
     @cached_property
     def flops(self) -> float:
         """Floating-point operations of all matmuls and convolutions."""

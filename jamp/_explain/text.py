@@ -29,12 +29,10 @@ def text(report: Figures, group: str) -> str:
 
 def summary(report: Figures) -> Iterator[str]:
     """Sentences with the figures of the whole program."""
-    matmuls = report.matmuls
-    low = sum(op.record.low for op in matmuls)
     yield (
         f"{len(report.operations)} equations, {report.casts} casts inserted, "
-        f"{low} of {len(matmuls)} matmuls and convolutions in 16 bits "
-        f"({share(report.low_flop_share)} of FLOPs)"
+        f"{report.low_matmuls} of {len(report.matmuls)} matmuls and convolutions in 16 "
+        f"bits ({share(report.low_flop_share)} of FLOPs)"
     )
     yield (
         f"results take {size(sum(report.result_bytes.values()))}, "
