@@ -131,7 +131,8 @@ def _dtype(value: Any) -> DType:
     for dtype in LOW_DTYPES:
         if value == dtype.name:
             return dtype
-    raise PolicyError(f"dtype must be 'float16' or 'bfloat16', got {value!r}")
+    names = " or ".join(repr(dtype.name) for dtype in LOW_DTYPES)
+    raise PolicyError(f"dtype must be {names}, got {value!r}")
 
 
 def _group(table: dict[str, Any], name: str, known: tuple[str, ...]) -> dict[str, Any]:
