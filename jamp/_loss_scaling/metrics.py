@@ -53,11 +53,8 @@ def metrics(
     state = find_state(opt_state)
     found = {}
     if isinstance(state, DynamicLossScalingState):
-        found = {
-            "last_step_skipped": state.last_step_skipped,
-            "skipped_steps": state.skipped_steps,
-            "total_steps": state.total_steps,
-        }
+        counters = ("last_step_skipped", "skipped_steps", "total_steps")
+        found = {name: getattr(state, name) for name in counters}
         state = state.scaler_state
     found = {"loss_scale": state.scale, "growth_tracker": state.growth_tracker, **found}
     arrays = {name: jnp.asarray(value) for name, value in found.items()}

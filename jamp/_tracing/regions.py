@@ -134,19 +134,13 @@ def _dtype(name: str, value: Any, wanted: str) -> DType:
     return found
 
 
-_context = jax.make_user_context(None)
+# Called with options, the context that puts them in force while a program is traced.
+tracing = jax.make_user_context(None)
 
 
 def current() -> Options | None:
     """The options in force where the program is being traced, if any."""
-    return _context.value  # type: ignore[no-any-return]
-
-
-@contextmanager
-def tracing(options: Options | None) -> Iterator[None]:
-    """Puts options in force while a program is traced."""
-    with _context(options):
-        yield
+    return tracing.value  # type: ignore[no-any-return]
 
 
 @contextmanager
