@@ -67,8 +67,7 @@ class _Transformed:
         self._rewritten: dict[Hashable, _Rewritten] = {}
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
-        outer = regions.current()
-        if outer is not None:
+        if regions.current() is not None:
             with regions.region(self._options):
                 result = self._fn(*args, **kwargs)
         elif not self._options.enabled:

@@ -4,8 +4,6 @@ A function is recognised by the identity of its unwrapped code object, never by 
 name, so that a user's own `softmax` is not taken for the library's.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util
@@ -13,7 +11,7 @@ import inspect
 import sys
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import Any
+from typing import Any, Self
 
 from jamp._compat import inlined
 from jamp._errors import PolicyError
@@ -58,7 +56,7 @@ class Function:
     required: bool = field(default=True, compare=False)
 
     @classmethod
-    def of(cls, obj: Any) -> Function:
+    def of(cls, obj: Any) -> Self:
         """The entry for a function object or class."""
         code = code_of(obj)
         kind = type(obj)

@@ -5,8 +5,6 @@ caches on. In the traced program a region is a named scope, which survives every
 transformation.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -186,7 +184,7 @@ class Scope:
         assert self.region is not None  # noqa: S101 - its outermost scope has some
         return self.region
 
-    def enter(self, name_stack: Any) -> Scope:
+    def enter(self, name_stack: Any) -> "Scope":
         """The scope of an equation with this name stack inside this scope."""
         return _enter(self, name_stack) if len(name_stack) else self
 
