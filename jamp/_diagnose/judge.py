@@ -214,7 +214,7 @@ def _overflow(measured: Measured, ledger: Ledger) -> Fault:
     if cause is not measured:
         # A single zero that is divided by is a fault.
         return Fault(kind_of(cause, share=0.0), cause)
-    suspects = _suspects(sorted(ledger.behind(measured), key=lambda m: m.number))
+    suspects = _suspects(ledger.led_to(measured.producers))
     if not suspects:
         return Fault("overflow", measured)
     return Fault(kind_of(suspects[0]), suspects[0])

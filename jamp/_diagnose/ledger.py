@@ -20,21 +20,21 @@ class Measured:
     """One result of an equation of the program, which was measured.
 
     Attributes:
-      number: counts the outputs in the program's order.
       eqn: the equation.
       dtype: the dtype of the result.
       scope: the named scopes around it, outermost first.
       callers: the equations whose programs it stands in, outermost first.
       scaled: whether the result carries the loss scale: it is part of a gradient.
+      producers: numbers of the outputs that it was computed from.
       statistics: what was measured, over all the times that the equation ran.
     """
 
-    number: int
     eqn: JaxprEqn
     dtype: Any
     scope: tuple[str, ...]
     callers: tuple[JaxprEqn, ...]
     scaled: bool
+    producers: frozenset[int]
     statistics: Statistics
 
     @property
@@ -58,51 +58,61 @@ class Measured:
         found = map(origin.location, self.eqns)
         return next((line for line in found if line is not None), None)
 
+    def merge(self, other: Measured) -> Measured:
+        """The output with what was measured in another iteration of a loop."""
+        # In another iteration, another branch may be taken.
+        return replace(
+            self,
+            scaled=self.scaled or other.scaled,
+            producers=self.producers | other.producers,
+            statistics=self.statistics.merge(other.statistics),
+        )
+
 
 class Ledger:
-    """What was measured, output by output, and what was computed from what."""
+    """What was measured, output by output, and what was computed from what.
+
+    Attributes:
+      measured: the outputs in the program's order, in which they are numbered.
+    """
 
     def __init__(self) -> None:
-        self._found: dict[int, Measured] = {}
+        self.measured: list[Measured] = []
         self._numbers: dict[tuple[int, ...], int] = {}
-        self._producers: list[frozenset[int]] = []
 
-    def number(self, nesting: Nesting, var: Any, producers: frozenset[int]) -> int:
-        """The number of an output, given those that its operands came from."""
-        number = self._numbers.setdefault((*nesting.key, id(var)), len(self._producers))
-        if number == len(self._producers):
-            self._producers.append(producers)
-        # In another iteration of a loop, another branch may be taken.
-        self._producers[number] |= producers
+    def note(self, var: Any, found: Measured) -> int:
+        """Keeps what was measured of a variable; returns the number of the output."""
+        key = (*map(id, found.callers), id(var))
+        number = self._numbers.setdefault(key, len(self.measured))
+        if number == len(self.measured):
+            self.measured.append(found)
+        else:
+            self.measured[number] = self.measured[number].merge(found)
         return number
 
     def inside(self, nesting: Nesting) -> frozenset[int]:
         """The outputs that stand in an equation's program, or in those inside."""
-        key = nesting.key
+        key = tuple(map(id, nesting.callers))
         return frozenset(n for k, n in self._numbers.items() if k[: len(key)] == key)
 
     def operands(self, measured: Measured) -> list[Measured]:
         """The outputs that an output was computed from."""
-        return self._known(self._producers[measured.number])
+        return [self.measured[number] for number in measured.producers]
 
     def behind(self, measured: Measured) -> list[Measured]:
         """All that led to an output, nearest first."""
-        return self._known(self._ancestors(self._producers[measured.number]))
+        return [self.measured[n] for n in self._ancestors(measured.producers)]
 
     def led_to(self, numbers: Iterable[int]) -> list[Measured]:
         """These outputs and all that led to them, in the program's order."""
-        return self._known(sorted(self._ancestors(numbers)))
-
-    def _known(self, numbers: Iterable[int]) -> list[Measured]:
-        """What was measured at these outputs; some may not have run."""
-        return [self._found[number] for number in numbers if number in self._found]
+        return [self.measured[n] for n in sorted(self._ancestors(numbers))]
 
     def _ancestors(self, numbers: Iterable[int]) -> dict[int, None]:
         """These outputs and all that led to them, nearest first."""
         found = dict.fromkeys(numbers)
         nearest = list(found)
         while nearest:
-            further = (self._producers[number] for number in nearest)
+            further = (self.measured[number].producers for number in nearest)
             nearest = [
                 number
                 for number in dict.fromkeys(chain.from_iterable(map(sorted, further)))
@@ -110,22 +120,6 @@ class Ledger:
             ]
             found.update(dict.fromkeys(nearest))
         return found
-
-    def note(self, measured: Measured) -> None:
-        """Keeps what was measured of an output, beside what is known of it."""
-        known = self._found.get(measured.number)
-        if known is not None:
-            measured = replace(
-                known,
-                scaled=known.scaled or measured.scaled,
-                statistics=known.statistics.merge(measured.statistics),
-            )
-        self._found[measured.number] = measured
-
-    @property
-    def measured(self) -> list[Measured]:
-        """What was measured, in the program's order."""
-        return [self._found[number] for number in sorted(self._found)]
 
 
 class Tracked(NamedTuple):
@@ -150,11 +144,6 @@ class Nesting:
 
     scope: Scope = field(default_factory=Scope)
     callers: tuple[JaxprEqn, ...] = ()
-
-    @property
-    def key(self) -> tuple[int, ...]:
-        """What identifies it."""
-        return tuple(map(id, self.callers))
 
     def enter(self, eqn: JaxprEqn) -> Nesting:
         """What the program that an equation holds stands in."""

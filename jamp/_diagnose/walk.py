@@ -105,14 +105,17 @@ class Walk:
         for var, pair in zip(eqn.outvars, pairs, strict=True):
             value = Tracked(pair, None, scaled, producers)
             if is_measured(var.aval):
-                number = self.ledger.number(nesting, var, producers)
                 statistics, state = measure(pair, states, self.iteration)
-                dtype = _dtypes.dtype_of(var)
-                self.ledger.note(
-                    Measured(
-                        number, eqn, dtype, scope, nesting.callers, scaled, statistics
-                    )
+                found = Measured(
+                    eqn=eqn,
+                    dtype=_dtypes.dtype_of(var),
+                    scope=scope,
+                    callers=nesting.callers,
+                    scaled=scaled,
+                    producers=producers,
+                    statistics=statistics,
                 )
+                number = self.ledger.note(var, found)
                 value = Tracked(pair, state, scaled, frozenset({number}))
             values.append(value)
         return values
