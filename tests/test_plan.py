@@ -102,6 +102,13 @@ def test_a_primitive_has_one_rule():
     assert STRUCTURAL["scan"].__name__ == "plan_scan"
 
 
+def test_every_structural_rule_has_an_emission():
+    # These dissolve into the program around them, or are emitted as another kind.
+    without = {"call", "call_hi_primitive", "closed_call", "eval_jaxpr", "remat_opt"}
+    emitted = {kind for kind in emitter._emissions if isinstance(kind, str)}
+    assert emitted == STRUCTURAL.keys() - without
+
+
 def test_a_kind_of_action_is_emitted_in_one_place():
     with pytest.raises(ValueError, match="is emitted already: _emit_cast"):
         emitter.emits(emitter.Cast)(lambda running, action, arrays: [])

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jax.extend.core import JaxprEqn, Primitive
+from jax.extend.core import JaxprEqn
 
 from jamp import _primitives as primitives
+from jamp._lowerings.lowering import Lowering, with_params
 from jamp._lowerings.products import lower_product
 from jamp._lowerings.scatters import lower_scatter
 
-Lowering = tuple[Primitive, dict[str, Any]]
-
-_LOWERINGS: Mapping[str, Callable[[JaxprEqn, Sequence[Any], str], dict[str, Any]]] = {
+_LOWERINGS: Mapping[str, Callable[[JaxprEqn, Sequence[Any], str], Lowering]] = {
     **dict.fromkeys(primitives.MATMULS, lower_product),
     **dict.fromkeys(primitives.SCATTERS, lower_scatter),
 }
@@ -32,5 +31,4 @@ def lowering(eqn: JaxprEqn, avals: Sequence[Any], device_type: str) -> Lowering:
       parameters.
     """
     lower = _LOWERINGS.get(eqn.primitive.name)
-    changed = lower(eqn, avals, device_type) if lower else {}
-    return eqn.primitive, {**eqn.params, **changed}
+    return lower(eqn, avals, device_type) if lower else with_params(eqn)

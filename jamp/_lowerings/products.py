@@ -9,13 +9,12 @@ import jax
 from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes
+from jamp._lowerings.lowering import Lowering, with_params
 from jamp._lowerings.processor import multiplies_bfloat16
 
 
-def lower_product(
-    eqn: JaxprEqn, avals: Sequence[Any], device_type: str
-) -> dict[str, Any]:
-    """Parameters of a matmul or convolution, whose result has its operands' dtype."""
+def lower_product(eqn: JaxprEqn, avals: Sequence[Any], device_type: str) -> Lowering:
+    """What is bound for a matmul or convolution, in its operands' dtype."""
     dtype = _dtypes.widest(aval.dtype for aval in avals[:2])
     params: dict[str, Any] = {"preferred_element_type": dtype}
     if dtype in _dtypes.LOW_DTYPES and eqn.params.get("precision") is not None:
@@ -32,4 +31,4 @@ def lower_product(
         # 16-bit operands and results, multiplied and summed in float32: the same
         # product, without a loop that takes its operands apart one by one.
         params["precision"] = jax.lax.DotAlgorithmPreset.F32_F32_F32
-    return params
+    return with_params(eqn, **params)

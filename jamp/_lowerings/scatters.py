@@ -8,11 +8,11 @@ from typing import Any
 import jax
 from jax.extend.core import JaxprEqn
 
+from jamp._lowerings.lowering import Lowering
 
-def lower_scatter(
-    eqn: JaxprEqn, avals: Sequence[Any], device_type: str
-) -> dict[str, Any]:
-    """The program for one element of a scatter, in the dtype of its operands."""
+
+def lower_scatter(eqn: JaxprEqn, avals: Sequence[Any], device_type: str) -> Lowering:
+    """What is bound for a scatter: its program for one element is in other dtypes."""
     del device_type
     public = getattr(jax.lax, eqn.primitive.name.replace("-", "_"))
 
@@ -27,5 +27,4 @@ def lower_scatter(
 
     eqns = jax.make_jaxpr(scatter)(*avals).eqns
     (traced,) = (found for found in eqns if found.primitive is eqn.primitive)
-    names = ("update_jaxpr", "update_consts")
-    return {name: traced.params[name] for name in names}
+    return Lowering(eqn.primitive, dict(traced.params))
