@@ -29,7 +29,7 @@ if jaxlib.version.__version_info__ < (0, 11):
 
 # Compiled programs are shared by the worker processes and kept for the next run.
 CACHE = Path(__file__).parents[1] / ".jax_cache"
-CACHE_LIMIT = 2**30  # bytes; a run leaves less than a tenth of it
+CACHE_LIMIT = 2**30  # bytes; a run leaves a tenth of it
 jax.config.update("jax_compilation_cache_dir", str(CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
