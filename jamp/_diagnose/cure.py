@@ -1,7 +1,5 @@
 """The smallest set of changes that cures a program, found by running it again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path

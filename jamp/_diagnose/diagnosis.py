@@ -1,7 +1,5 @@
 """`jamp.Diagnosis`: what `jamp.diagnose` found, as data and as text."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """`jamp.diagnose`: runs a program in float32 and under autocast, side by side."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Examinations: a program walked through once, or only run again and compared."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

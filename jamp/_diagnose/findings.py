@@ -1,7 +1,5 @@
 """What `jamp.diagnose` found, as data."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

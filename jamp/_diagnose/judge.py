@@ -1,7 +1,5 @@
 """What counts as a fault: thresholds, and the operations in which faults began."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

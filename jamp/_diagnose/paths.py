@@ -1,7 +1,5 @@
 """What the leaves of a call are called, whose modules may be held as arrays."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from functools import partial

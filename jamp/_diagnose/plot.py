@@ -1,7 +1,5 @@
 """The picture of a diagnosis: how large values are, beside what the dtype holds."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """How far a diagnosis is, on stderr."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

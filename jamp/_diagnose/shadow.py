@@ -1,7 +1,5 @@
 """One equation in two runs: as it is, and with its 16-bit dtypes widened to float32."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

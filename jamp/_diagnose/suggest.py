@@ -1,7 +1,5 @@
 """Changes that may cure a fault: loss scales, policy rules, regions and dtypes."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence

@@ -5,8 +5,6 @@ where it stands, equation by equation. How often a loop runs and which branch is
 is decided in the run under autocast, for both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Binding: the primitive of an equation, on arrays, with the equation's source."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any

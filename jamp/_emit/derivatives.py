@@ -6,8 +6,6 @@ program that results is planned and run under the policy of the function. This i
 only place where something is planned while a plan runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """The loop over a plan's steps, and the actions that are one binding."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

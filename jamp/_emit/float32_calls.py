@@ -10,8 +10,6 @@ float32 inside anew, instead of several float32 arrays: less memory, and less to
 What leaves it in 16 bits is cast inside of it, so that its gradient enters in 16 bits.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any

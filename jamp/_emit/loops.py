@@ -1,7 +1,5 @@
 """Loops, whose carries keep the dtypes at which they have settled."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

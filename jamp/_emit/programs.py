@@ -1,7 +1,5 @@
 """Calls, shard_map and linear solves, with their programs planned anew."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A report as plain data."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The figures of a report, which every form of it shows, and what needs attention."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass

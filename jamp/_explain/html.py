@@ -1,7 +1,5 @@
 """A report as one HTML page that loads nothing: `report.html`, filled in."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from html import escape

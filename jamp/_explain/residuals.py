@@ -1,7 +1,5 @@
 """Residuals: what the forward pass of a function keeps for its backward pass."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain

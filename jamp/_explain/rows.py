@@ -1,7 +1,5 @@
 """The lines of a report: operations that belong together, and words for them."""
 
-from __future__ import annotations
-
 import linecache
 from collections import Counter
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """A report as plain text: figures, and aligned columns under them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from jamp._explain.figures import Figures

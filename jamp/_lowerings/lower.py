@@ -1,7 +1,5 @@
 """The hook between a plan and JAX: which primitive is bound for an equation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

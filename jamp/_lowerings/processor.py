@@ -1,7 +1,5 @@
 """Whether 16 bits are slow on the processor at hand, and a warning if they are."""
 
-from __future__ import annotations
-
 import re
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """Matmuls and convolutions of operands in other dtypes than they were traced in."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Scatters in other dtypes, which hold a program for one element."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

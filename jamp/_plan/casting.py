@@ -1,7 +1,5 @@
 """Casts of one equation: made once, shared, and noted in its record."""
 
-from __future__ import annotations
-
 from jamp import _dtypes
 from jamp._dtypes import DType
 from jamp._plan.plan import Cast, Plan

@@ -1,7 +1,5 @@
 """convert_element_type: the casts that the traced program already holds."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import jax

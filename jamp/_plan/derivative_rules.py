@@ -1,7 +1,5 @@
 """The programs of the derivative rules that an equation has, traced as written."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial

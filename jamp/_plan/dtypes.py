@@ -1,7 +1,5 @@
 """Dtypes of one equation under a rule: eligibility, constants, scalars and biases."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """What a rule is handed: one equation, and all that it takes to plan it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 

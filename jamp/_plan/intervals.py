@@ -5,8 +5,6 @@ takes the dtype of the operands beside it. Its range is followed through arithme
 that a constant which the narrow dtype would destroy can be kept from it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple

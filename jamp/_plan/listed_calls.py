@@ -1,7 +1,5 @@
 """Calls of listed functions: what enters, what is computed inside, what leaves."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Equations without inner programs: cast the operands, bind, round the result."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

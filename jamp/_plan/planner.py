@@ -4,8 +4,6 @@ Equations that hold programs are left to `jamp._plan.rules`, calls of listed fun
 to `jamp._plan.listed_calls`; here stands the order of precedence.
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Whether the user asked for the precision of a matmul or convolution."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

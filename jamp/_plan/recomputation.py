@@ -1,7 +1,5 @@
 """What runs in float32 as traced, and what of it the backward pass may run again."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

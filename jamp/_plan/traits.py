@@ -1,7 +1,5 @@
 """What is known of an equation's results from what is known of its operands."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Calls: a jit stays one with its program planned anew; others dissolve into theirs."""
 
-from __future__ import annotations
-
 from jamp._plan.equation import Equation, closed
 from jamp._plan.rules.registry import structural
 from jamp._plan.values import Value

@@ -1,7 +1,5 @@
 """Loops and branches: bodies are planned, carries settle, branches meet."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ differentiated or batched, by `jamp._emit.derivatives`: not before, because a fu
 need not have a rule that works.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from typing import Any
 

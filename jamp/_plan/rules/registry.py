@@ -1,7 +1,5 @@
 """The rules for equations that hold programs, by primitive."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 

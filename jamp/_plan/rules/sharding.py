@@ -1,7 +1,5 @@
 """shard_map: the body is planned anew; mesh and specs are kept."""
 
-from __future__ import annotations
-
 from jamp._plan.equation import Equation, closed
 from jamp._plan.rules.registry import structural
 from jamp._plan.values import Value

@@ -1,7 +1,5 @@
 """custom_linear_solve: its programs are planned; what passes between them is kept."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 
 from jamp import _dtypes
