@@ -1,7 +1,7 @@
 """Where an equation came from: a listed function, and the user's line.
 
 Every equation remembers the Python frames that emitted it. Consecutive equations of one
-call of a listed function form one occurrence, which its policy rules as a whole.
+call of a listed function are ruled as a whole by its policy.
 """
 
 import sysconfig
