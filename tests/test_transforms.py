@@ -208,3 +208,56 @@ def test_importing_and_decorating_does_not_start_a_backend():
         "assert len(jax.devices()) == 2\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def until_small(x, limit):
+    """Halves a vector by a matmul until its sum is small; counts the steps."""
+    halve = jnp.eye(4) / 2
+
+    def step(carry):
+        return carry[0] @ halve, carry[1] + 1
+
+    return jax.lax.while_loop(lambda c: c[0].sum() > limit, step, (x, 0))
+
+
+BATCHED_LOOPS = {
+    "autocast inside": lambda f: jax.vmap(gpu(f)),
+    "autocast outside": lambda f: gpu(jax.vmap(f)),
+    "in a jit inside": lambda f: gpu(jax.jit(jax.vmap(f))),
+    "in a jit outside": lambda f: jax.jit(gpu(jax.vmap(f))),
+}
+
+
+@pytest.mark.parametrize("order", BATCHED_LOOPS)
+def test_members_of_a_batch_leave_a_while_loop_one_by_one(order):
+    x = jnp.arange(1.0, 4)[:, None] * jnp.ones((3, 4))
+    limits = jnp.asarray([1.0, 0.5, 3.0])
+    value, steps = BATCHED_LOOPS[order](until_small)(x, limits)
+    wanted, expected = jax.vmap(until_small)(x, limits)
+    assert value.dtype == jnp.float16
+    np.testing.assert_array_equal(steps, expected)
+    near(value, wanted)
+
+
+def test_members_of_nested_batches_leave_a_while_loop_one_by_one():
+    x = jnp.arange(1.0, 7).reshape(2, 3)[..., None] * jnp.ones((2, 3, 4))
+    limits = jnp.asarray([[1.0, 0.5, 3.0], [2.0, 0.25, 9.0]])
+    value, steps = gpu(jax.vmap(jax.vmap(until_small)))(x, limits)
+    wanted, expected = jax.vmap(jax.vmap(until_small))(x, limits)
+    np.testing.assert_array_equal(steps, expected)
+    near(value, wanted)
+
+
+def test_a_batched_while_loop_has_tangents():
+    x, limits = jnp.arange(1.0, 4)[:, None] * jnp.ones((3, 4)), jnp.ones(3)
+
+    def tangents(fn):
+        return jax.jvp(lambda x: fn(x, limits)[0], (x,), (jnp.ones_like(x),))[1]
+
+    near(tangents(gpu(jax.vmap(until_small))), tangents(jax.vmap(until_small)))
+
+
+def test_diagnose_follows_a_batched_while_loop():
+    x = jnp.arange(1.0, 4)[:, None] * jnp.ones((3, 4))
+    found = jamp.diagnose(jax.vmap(until_small), device_type="gpu", progress=False)
+    assert found(x, jnp.asarray([1.0, 0.5, 3.0])).healthy

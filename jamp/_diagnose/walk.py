@@ -179,10 +179,10 @@ class Walk:
         first = carry = operands[split + count :]
         condition = jaxpr_as_fun(eqn.params["cond_jaxpr"])
         iteration = 0
-        while condition(*(value.pair.computed for value in (*tested, *carry)))[0]:
+        while (holds := _test(condition, tested, carry)).any():
             inner = replace(self, iteration=iteration)
             results = inner.run(eqn.params["body_jaxpr"], [*consts, *carry], nesting)
-            carry = _carried(results, first)
+            carry = _going_on(holds, _carried(results, first), carry)
             iteration += 1
         return self._left(carry, operands, nesting)
 
@@ -193,6 +193,30 @@ class Walk:
         inside = self.ledger.inside(nesting)
         producers = inside.union(*(operand.producers for operand in operands))
         return [result._replace(producers=producers) for result in results]
+
+
+def _test(
+    condition: Callable[..., Any], tested: Sequence[Tracked], carry: Sequence[Tracked]
+) -> np.ndarray[Any, Any]:
+    """Whether a loop goes on, for each member of a batch if it was batched."""
+    return np.asarray(condition(*(v.pair.computed for v in (*tested, *carry)))[0])
+
+
+def _going_on(
+    holds: np.ndarray[Any, Any], new: Sequence[Tracked], old: Sequence[Tracked]
+) -> list[Tracked]:
+    """The carry of the members of a batch that go on, and the old one of the others."""
+
+    def chosen(after: Any, before: Any) -> Any:
+        mask = holds.reshape(holds.shape + (1,) * (after.ndim - holds.ndim))
+        return jax.numpy.where(mask, after, before)
+
+    if holds.all():
+        return list(new)
+    return [
+        after._replace(pair=jax.tree.map(chosen, after.pair, before.pair))
+        for after, before in zip(new, old, strict=True)
+    ]
 
 
 def _slice(pair: Pair, index: int) -> Pair:

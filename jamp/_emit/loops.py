@@ -7,7 +7,7 @@ import jax
 from jax import lax
 
 from jamp._compat import scan_counts
-from jamp._emit.binding import convert_all
+from jamp._emit.binding import bind, convert_all
 from jamp._emit.emitter import Emitter, emits
 from jamp._plan.plan import Structural
 
@@ -64,19 +64,32 @@ def emit_while(
     emitter: Emitter, action: Structural, arrays: list[Any]
 ) -> Sequence[Any]:
     """Emits a while loop."""
-    params, (test, body) = action.eqn.params, action.plans
+    params, (test, plan) = action.eqn.params, action.plans
     num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
     end = len(arrays) - len(action.slots)
     tested, consts = arrays[:num_cond], arrays[num_cond:][:num_body]
-    extras = arrays[end:]
+    carry, extras = arrays[num_cond + num_body : end], arrays[end:]
+    shared = [*consts, *extras]
 
-    def step(carried: Sequence[Any]) -> list[Any]:
-        results = emitter.run(body, [*consts, *carried, *extras])
+    def step(*arrays: Any) -> list[Any]:
+        consts, rest = arrays[:num_body], arrays[num_body:]
+        extras, carried = rest[: len(action.slots)], rest[len(action.slots) :]
+        results = emitter.run(plan, [*consts, *carried, *extras])
         return convert_all(results, action.dtypes)
 
+    if test.results[0].ndim > 0:
+        # `vmap` makes loops that run while any of several predicates holds. Only the
+        # primitive takes them.
+        return bind(
+            action.eqn,
+            [*tested, *shared, *carry],
+            cond_jaxpr=emitter.closed(test, [*tested, *carry]),
+            body_jaxpr=jax.make_jaxpr(step)(*shared, *carry),
+            body_nconsts=len(shared),
+        )
     final: list[Any] = lax.while_loop(
         lambda carried: emitter.run(test, [*tested, *carried])[0],
-        step,
-        arrays[num_cond + num_body : end],
+        lambda carried: step(*shared, *carried),
+        carry,
     )
     return final
