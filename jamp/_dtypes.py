@@ -88,3 +88,9 @@ def in_dtype(aval: Any, dtype: Any) -> Any:
     if getattr(aval, "dtype", None) == dtype:
         return aval
     return aval.update(dtype=dtype, weak_type=False)
+
+
+def all_in_dtypes(atoms: Iterable[Any], dtypes: Iterable[Any]) -> list[Any]:
+    """Abstract values of variables or literals, each in a dtype."""
+    pairs = zip(atoms, dtypes, strict=True)
+    return [in_dtype(atom.aval, dtype) for atom, dtype in pairs]

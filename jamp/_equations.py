@@ -1,9 +1,9 @@
-"""All equations of a program, those of the programs that they hold included."""
+"""Equations of a program: a walk through all of them, and binding one on arrays."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from jax.extend.core import JaxprEqn, jaxprs_in_params
+from jax.extend.core import JaxprEqn, Primitive, jaxprs_in_params
 
 
 def equations(
@@ -30,3 +30,22 @@ def nested(
 def holds_program(eqn: JaxprEqn) -> bool:
     """Whether an equation holds any program."""
     return any(True for _ in jaxprs_in_params(eqn.params))
+
+
+def bind(eqn: JaxprEqn, arrays: Sequence[Any], **params: Any) -> list[Any]:
+    """Binds an equation's primitive.
+
+    Args:
+      eqn: the equation.
+      arrays: its operands.
+      **params: parameters that differ from the traced ones.
+    """
+    return bind_primitive(eqn.primitive, {**eqn.params, **params}, arrays)
+
+
+def bind_primitive(
+    primitive: Primitive, params: dict[str, Any], arrays: Sequence[Any]
+) -> list[Any]:
+    """Binds a primitive with the parameters of an equation."""
+    results = primitive.bind(*arrays, **primitive.get_bind_params(params))
+    return list(results) if primitive.multiple_results else [results]

@@ -11,8 +11,7 @@ from jamp import _dtypes
 from jamp import _primitives as primitives
 from jamp._diagnose.measure import Pair, has_shadow
 from jamp._dtypes import FLOAT32
-from jamp._emit.binding import bind, bind_primitive
-from jamp._equations import holds_program
+from jamp._equations import bind, bind_primitive, holds_program
 from jamp._lowerings.lower import lowering
 
 # XLA may otherwise leave out the roundings that are to be measured.

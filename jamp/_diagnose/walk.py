@@ -20,8 +20,7 @@ from jamp._compat import scan_counts
 from jamp._diagnose.ledger import Ledger, Measured, Nesting, Tracked
 from jamp._diagnose.measure import Pair, is_measured, measure, state_of
 from jamp._diagnose.shadow import EXACTLY, as_pair, run_pair
-from jamp._emit.binding import bind
-from jamp._equations import equations
+from jamp._equations import bind, equations
 from jamp._plan.equation import closed
 
 Steps = dict[Hashable, Callable[..., list[Pair]]]

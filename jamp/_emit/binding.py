@@ -1,11 +1,11 @@
-"""Binding: the primitive of an equation, on arrays, with the equation's source."""
+"""What is emitted has the source of its equation; arrays are cast on their mesh."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import jax
-from jax.extend.core import JaxprEqn, Primitive
+from jax.extend.core import JaxprEqn
 from jax.extend.source_info_util import current_name_stack, user_context
 from jax.sharding import get_abstract_mesh, use_abstract_mesh
 
@@ -27,25 +27,6 @@ def source_of(eqn: JaxprEqn, *inside: JaxprEqn) -> Iterator[None]:
         else:
             with source_of(*inside):
                 yield
-
-
-def bind(eqn: JaxprEqn, arrays: Sequence[Any], **params: Any) -> list[Any]:
-    """Binds an equation's primitive.
-
-    Args:
-      eqn: the equation.
-      arrays: its operands.
-      **params: parameters that differ from the traced ones.
-    """
-    return bind_primitive(eqn.primitive, {**eqn.params, **params}, arrays)
-
-
-def bind_primitive(
-    primitive: Primitive, params: dict[str, Any], arrays: Sequence[Any]
-) -> list[Any]:
-    """Binds a primitive with the parameters of an equation."""
-    results = primitive.bind(*arrays, **primitive.get_bind_params(params))
-    return list(results) if primitive.multiple_results else [results]
 
 
 def convert(array: Any, dtype: Any) -> Any:

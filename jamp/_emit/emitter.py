@@ -6,7 +6,8 @@ from typing import Any
 import jax
 
 from jamp import _dtypes
-from jamp._emit.binding import bind, bind_primitive, convert, convert_all, source_of
+from jamp._emit.binding import convert, convert_all, source_of
+from jamp._equations import bind, bind_primitive
 from jamp._lowerings.lower import lowering
 from jamp._plan.plan import Action, Bind, Broadcast, Cast, Plan, Structural
 from jamp._plan.values import Value
@@ -103,9 +104,6 @@ def _emit_broadcast(
 def _emit_bind(emitter: Emitter, action: Bind, arrays: list[Any]) -> list[Any]:
     if action.dtypes is None:
         return bind(action.eqn, arrays)
-    avals = [
-        _dtypes.in_dtype(var.aval, dtype)
-        for var, dtype in zip(action.eqn.invars, action.dtypes, strict=True)
-    ]
+    avals = _dtypes.all_in_dtypes(action.eqn.invars, action.dtypes)
     primitive, params = lowering(action.eqn, avals, action.device_type)
     return bind_primitive(primitive, params, arrays)

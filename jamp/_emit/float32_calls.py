@@ -23,9 +23,8 @@ from jamp import _dtypes
 from jamp import _primitives as primitives
 from jamp._compat import INLINE, settings, under_trace
 from jamp._dtypes import FLOAT32
-from jamp._emit.binding import bind
 from jamp._emit.emitter import Emitter, emits
-from jamp._equations import nested
+from jamp._equations import bind, nested
 from jamp._plan.plan import Float32Call
 
 _LIMIT = 1024

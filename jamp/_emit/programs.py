@@ -6,8 +6,8 @@ from typing import Any
 import jax
 
 from jamp import _dtypes
-from jamp._emit.binding import bind
 from jamp._emit.emitter import Emitter, emits
+from jamp._equations import bind
 from jamp._plan.plan import Structural
 
 

@@ -11,6 +11,7 @@ from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes
 from jamp._compat import CustomVJPException
+from jamp._equations import bind
 from jamp._tracing.regions import Options, tracing
 
 
@@ -30,13 +31,7 @@ class VjpRules(NamedTuple):
 
 def call_of(eqn: JaxprEqn) -> Callable[..., list[Any]]:
     """An equation as a function, with the user's rule."""
-
-    def call(*arrays: Any) -> list[Any]:
-        params = eqn.primitive.get_bind_params(eqn.params)
-        results = eqn.primitive.bind(*arrays, **params)
-        return list(results) if eqn.primitive.multiple_results else [results]
-
-    return call
+    return lambda *arrays: bind(eqn, arrays)
 
 
 def trace_jvp(eqn: JaxprEqn, options: Options) -> Any:

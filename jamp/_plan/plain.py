@@ -84,14 +84,14 @@ def _operand(equation: Equation, value: Value, dtype: DType) -> Value:
     that the sum is taken in float32 too, and rounded afterwards.
     """
     eqn, caster = equation.eqn, equation.caster
-    spread = Value.of(eqn.outvars[0].aval, FLOAT32) if eqn.outvars else value
     if (
         eqn.primitive.name not in primitives.BROADCASTING
         or dtype not in _dtypes.LOW_DTYPES
-        or value.aval.shape == spread.aval.shape
+        or value.aval.shape == _dtypes.shape_of(eqn.outvars[0])
         or value.follows
     ):
         return caster.cast(value, dtype)
+    spread = Value.of(eqn.outvars[0].aval, FLOAT32)
     caster.plan.changed = True
     caster.plan.add(Broadcast((caster.cast(value, FLOAT32),), (spread,)))
     return caster.cast(spread, dtype)
@@ -118,10 +118,7 @@ def result_dtypes(
     if name in primitives.COLLECTIVES:
         # They can't be evaluated without the names of their axes.
         return list(used[: len(outs)])
-    avals = [
-        _dtypes.in_dtype(var.aval, dtype)
-        for var, dtype in zip(eqn.invars, used, strict=True)
-    ]
+    avals = _dtypes.all_in_dtypes(eqn.invars, used)
     with settings(eqn):
         found, _ = eqn.primitive.abstract_eval(*avals, **eqn.params)
     results = found if eqn.primitive.multiple_results else [found]
