@@ -16,7 +16,7 @@ from jax.extend.core import JaxprEqn, jaxprs_in_params
 
 from jamp import _dtypes
 from jamp._compat import CustomVJPException
-from jamp._emit.binding import convert
+from jamp._emit.conversion import convert
 from jamp._emit.emitter import Emitter, emit, emits
 from jamp._plan.derivative_rules import call_of, differentiable, trace_jvp, trace_vjp
 from jamp._plan.plan import Plan, Structural

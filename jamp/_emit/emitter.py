@@ -1,12 +1,16 @@
 """The loop over a plan's steps, and the actions that are one binding."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
+from jax.extend.core import JaxprEqn
+from jax.extend.source_info_util import current_name_stack, user_context
 
 from jamp import _dtypes
-from jamp._emit.binding import convert, convert_all, source_of
+from jamp._compat import settings
+from jamp._emit.conversion import convert, convert_all
 from jamp._equations import bind, bind_primitive
 from jamp._lowerings.lower import lowering
 from jamp._plan.plan import Action, Bind, Broadcast, Cast, Plan, Structural
@@ -53,7 +57,7 @@ class Emitter:
             return env[value.number] if value.known is None else value.known
 
         for step in plan.steps:
-            with source_of(*step.source):
+            with _source_of(*step.source):
                 for action in step.actions:
                     taken = [read(value) for value in action.operands]
                     made = _emissions[_kind(action)](self, action, taken)
@@ -79,6 +83,23 @@ class Emitter:
 
             self._programs[key] = jax.make_jaxpr(run)(*avals)
         return self._programs[key]
+
+
+@contextmanager
+def _source_of(eqn: JaxprEqn, *inside: JaxprEqn) -> Iterator[None]:
+    """Gives what is emitted inside the source, scopes and settings of an equation.
+
+    Args:
+      eqn: the equation.
+      *inside: equations inside of it, the outermost first.
+    """
+    names = current_name_stack() + eqn.source_info.name_stack
+    with user_context(eqn.source_info.traceback, name_stack=names), settings(eqn):
+        if not inside:
+            yield
+        else:
+            with _source_of(*inside):
+                yield
 
 
 def _kind(action: Action) -> type[Action] | str:

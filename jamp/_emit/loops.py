@@ -7,7 +7,7 @@ import jax
 from jax import lax
 
 from jamp._compat import scan_counts
-from jamp._emit.binding import convert_all
+from jamp._emit.conversion import convert_all
 from jamp._emit.emitter import Emitter, emits
 from jamp._equations import bind
 from jamp._plan.plan import Structural

@@ -1,32 +1,11 @@
-"""What is emitted has the source of its equation; arrays are cast on their mesh."""
+"""Conversions of arrays, on the mesh that they live on."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
-from jax.extend.core import JaxprEqn
-from jax.extend.source_info_util import current_name_stack, user_context
 from jax.sharding import get_abstract_mesh, use_abstract_mesh
-
-from jamp._compat import settings
-
-
-@contextmanager
-def source_of(eqn: JaxprEqn, *inside: JaxprEqn) -> Iterator[None]:
-    """Gives what is emitted inside the source, scopes and settings of an equation.
-
-    Args:
-      eqn: the equation.
-      *inside: equations inside of it, the outermost first.
-    """
-    names = current_name_stack() + eqn.source_info.name_stack
-    with user_context(eqn.source_info.traceback, name_stack=names), settings(eqn):
-        if not inside:
-            yield
-        else:
-            with source_of(*inside):
-                yield
 
 
 def convert(array: Any, dtype: Any) -> Any:
