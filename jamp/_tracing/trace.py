@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -56,15 +57,20 @@ def trace(fn: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> T
     def flat(arrays: list[Any]) -> list[Any]:
         filled = with_arrays(leaves, positions, arrays)
         inner_args, inner_kwargs = jax.tree.unflatten(tree, filled)
-        with regions.tracing(options):
-            result = fn(*inner_args, **inner_kwargs)
+        try:
+            with regions.tracing(options):
+                result = fn(*inner_args, **inner_kwargs)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            # Before JAX takes its own frames out of the traceback.
+            out["refused"] = _raised_by_jax(error)
+            raise
         found, out["tree"] = jax.tree.flatten(result)
         # Arrays are tracers here, which must not outlive the trace.
         out["static"] = [None if is_array(leaf) else (leaf,) for leaf in found]
         return [leaf for leaf in found if is_array(leaf)]
 
     pass_for(fn, flat)
-    program = _make_jaxpr(flat, [leaves[position] for position in positions])
+    program = _make_jaxpr(flat, [leaves[position] for position in positions], out)
     static, out_tree = out["static"], out["tree"]
 
     def rebuild(results: Sequence[Any]) -> Any:
@@ -76,23 +82,34 @@ def trace(fn: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> T
     return Traced(program, rebuild)
 
 
-def _make_jaxpr(flat: Callable[[list[Any]], Any], arrays: list[Any]) -> Any:
+def _make_jaxpr(
+    flat: Callable[[list[Any]], Any], arrays: list[Any], out: dict[str, Any]
+) -> Any:
     """Traces as written; as if in float32 where 16-bit arguments cannot be traced."""
     avals = [jax.typeof(array) for array in arrays]
     narrow = [_dtypes.narrow(aval.dtype) for aval in avals]
-    try:
-        program = jax.make_jaxpr(flat)(arrays)
-    except (TypeError, ValueError, NotImplementedError):
-        if not any(narrow):
-            raise
-    else:
-        if not any(narrow) or not _refuses_16_bits(program):
-            return program
     widened = [
         aval.update(dtype=_dtypes.FLOAT32) if short else aval
         for aval, short in zip(avals, narrow, strict=True)
     ]
-    return jax.make_jaxpr(flat)(widened)
+    try:
+        program = jax.make_jaxpr(flat)(arrays)
+    except Exception as error:
+        if not any(narrow) or not out.get("refused"):
+            raise
+        try:
+            return jax.make_jaxpr(flat)(widened)
+        except Exception:  # noqa: BLE001 - what is wrong in the dtypes as given tells
+            raise error from error.__cause__
+    if any(narrow) and _refuses_16_bits(program):
+        return jax.make_jaxpr(flat)(widened)
+    return program
+
+
+def _raised_by_jax(error: Exception) -> bool:
+    """Whether JAX itself raised an error, and not a function that it called."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals.get("__name__", "").partition(".")[0] == "jax"
 
 
 def _refuses_16_bits(program: Any) -> bool:
