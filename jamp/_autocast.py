@@ -1,7 +1,6 @@
 """`jamp.autocast`: the public transform, decorator and region."""
 
 import functools
-import inspect
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
@@ -19,8 +18,9 @@ from jamp._lowerings.processor import warn_if_slow
 from jamp._plan.planner import make_plan
 from jamp._policy.policy import Policy
 from jamp._tracing import nnx_modules, regions
+from jamp._tracing.checks import check_function, is_array
 from jamp._tracing.regions import Arguments, Options
-from jamp._tracing.trace import Traced, is_array, trace
+from jamp._tracing.trace import Traced, trace
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -135,9 +135,9 @@ class Autocast:
             regions.check_floating("output_dtype", output_dtype)
 
     def __call__(self, fn: Callable[_P, _R]) -> Callable[_P, _R]:
-        mistaken = _mistaken(fn)
-        if mistaken is not None:
-            raise AutocastTypeError(f"autocast transforms a function, got {mistaken}")
+        check_function("autocast", fn)
+        if isinstance(fn, Autocast):
+            raise AutocastTypeError("autocast takes a function, got an autocast")
         transformed: dict[Options, _Transformed] = {}
 
         # Not the attributes: a module is callable and full of them.
@@ -170,20 +170,6 @@ class Autocast:
         self._entered.regions.pop().__exit__(*exception)
 
 
-def _mistaken(fn: Any) -> str | None:
-    """What was given in place of a function, and what to write; None for a function."""
-    if isinstance(fn, str):
-        return f"{fn!r}; device_type is a keyword: autocast(device_type={fn!r})"
-    if inspect.isclass(fn):
-        return (
-            f"the class {fn.__name__}; decorate its __call__ (flax.nnx) or wrap the "
-            "function that calls model.apply (flax.linen)"
-        )
-    if not callable(fn):
-        return f"{type(fn).__name__}; write autocast(fn)(x), not autocast(fn(x))"
-    return "an autocast" if isinstance(fn, Autocast) else None
-
-
 @overload
 def autocast(
     fn: Callable[_P, _R], **options: Unpack[_AutocastOptions]
@@ -214,8 +200,8 @@ def autocast(
     the dtypes of the parameters.
 
     `fn` takes and returns any pytrees. It is traced once per signature; leaves that are
-    not arrays are passed to it as they are. Results keep the dtype they were computed
-    in.
+    not arrays are passed to it as they are, and may be returned, as may constants such
+    as strings. Results keep the dtype they were computed in.
 
     Also a decorator, with or without arguments, and inside a transformed function a
     context manager for a region:
@@ -238,7 +224,8 @@ def autocast(
       AutocastError: an unknown device type, a dtype that is not 16-bit floating point,
         or an enabling region outside a function under autocast.
       AutocastTypeError: `fn` is not callable, or a class; an argument has the wrong
-        type; or, at the call, a bound `flax.linen` module would collect variables.
+        type; or, at the call, a bound `flax.linen` module would collect variables, or
+        a result is neither an array nor a constant.
     """
     if unnamed:
         raise AutocastTypeError(

@@ -8,10 +8,9 @@ import jax
 
 from jamp import _dtypes
 from jamp._autocast import autocast, is_autocast_enabled
-from jamp._errors import AutocastTypeError
 from jamp._tracing import regions
+from jamp._tracing.checks import check_function, is_array
 from jamp._tracing.regions import check_floating
-from jamp._tracing.trace import is_array
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -75,10 +74,7 @@ def custom_fwd(
         return functools.partial(
             custom_fwd, device_type=device_type, cast_inputs=cast_inputs
         )
-    if not callable(fn):
-        raise AutocastTypeError(
-            f"custom_fwd and custom_bwd wrap a function, got {type(fn).__name__}"
-        )
+    check_function("custom_fwd", fn)
 
     @functools.wraps(fn)
     def with_own_dtypes(*args: Any, **kwargs: Any) -> Any:
@@ -129,6 +125,8 @@ def custom_bwd(
       AutocastError: an unknown device type.
       AutocastTypeError: `fn` is not callable, or `cast_inputs` is no floating dtype.
     """
+    if fn is not None:
+        check_function("custom_bwd", fn)
     return custom_fwd(fn, device_type=device_type, cast_inputs=cast_inputs)
 
 

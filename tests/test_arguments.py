@@ -262,69 +262,6 @@ def test_an_error_of_the_function_comes_through_at_every_call():
     near(fn_low(X), X @ X)
 
 
-class Mine(ValueError):
-    pass
-
-
-OWN_ERRORS = {
-    "plain": lambda x: refuse(x),
-    "in_jit": lambda x: jax.jit(refuse)(x),
-    "in_a_loop": lambda x: jax.lax.map(refuse, x),
-    "in_a_gradient": lambda x: jax.grad(lambda x: refuse(x).sum())(x),
-    "from_one_of_jax": lambda x: from_jax(x),
-}
-
-
-def refuse(x):
-    raise Mine("of the user")
-
-
-def from_jax(x):
-    try:
-        return x @ jnp.ones(3)
-    except TypeError as error:
-        raise Mine("of the user") from error
-
-
-@pytest.mark.parametrize("where", OWN_ERRORS)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_a_functions_own_error_is_raised_and_the_function_ran_once(where, dtype):
-    runs = []
-
-    def fn(x):
-        runs.append(x.dtype)
-        return OWN_ERRORS[where](x)
-
-    with pytest.raises(Mine, match="of the user"):
-        gpu(fn)(X.astype(dtype))
-    assert runs == [dtype]
-
-
-def widening_loop(x):
-    widen = lambda c: c.astype(jnp.float32) * 2  # noqa: E731
-    return jax.lax.while_loop(lambda c: c[0, 0] < 9, widen, x)
-
-
-@pytest.mark.parametrize("fn", [widening_loop, jnp.linalg.cholesky])
-def test_what_jax_refuses_in_16_bits_runs_as_if_it_came_in_float32(fn):
-    x = jnp.eye(4, dtype=jnp.bfloat16)
-    with pytest.raises((TypeError, NotImplementedError)):
-        jax.jit(fn)(x)
-    near(gpu(fn)(x), fn(jnp.eye(4)))
-
-
-def test_an_error_of_jax_is_about_the_dtypes_that_were_given():
-    with pytest.raises(TypeError, match=r"bfloat16\[4,4\]") as plain:
-        jax.make_jaxpr(in_shape)(X.astype(jnp.bfloat16))
-    with pytest.raises(TypeError) as error:
-        gpu(in_shape)(X.astype(jnp.bfloat16))
-    assert str(error.value) == str(plain.value)
-
-
-def in_shape(x):
-    return jax.lax.while_loop(lambda c: c[0, 0] < 1, lambda c: c[0], x)
-
-
 class Branching:
     def __call__(self, x):
         return x if x.sum() > 0 else -x

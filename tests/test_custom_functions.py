@@ -152,7 +152,7 @@ def test_a_decorated_function_keeps_its_name():
         ),
         ({"device_type": "npu"}, jamp.AutocastError, "unknown device_type"),
         ({"device_type": 1}, jamp.AutocastTypeError, "must be a str"),
-        ({"fn": 3}, jamp.AutocastTypeError, "wrap a function, got int"),
+        ({"fn": 3}, jamp.AutocastTypeError, "takes a function, got int"),
     ],
 )
 def test_wrong_arguments_are_named(decorator, arguments, error, words):

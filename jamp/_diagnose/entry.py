@@ -27,6 +27,7 @@ from jamp._diagnose.walk import Steps
 from jamp._dtypes import narrow
 from jamp._errors import AutocastError, AutocastTypeError
 from jamp._tracing import regions
+from jamp._tracing.checks import check_function
 
 # How many operations with underflow are listed.
 _LISTED = 3
@@ -96,8 +97,7 @@ def diagnose(
 
 def _checked_scale(fn: Any, loss_scale: float | None) -> float | None:
     """The loss scale; raises where it, or the function, is none."""
-    if not callable(fn):
-        raise AutocastTypeError(f"diagnose takes a function, got {type(fn).__name__}")
+    check_function("diagnose", fn)
     if loss_scale is None:
         return None
     try:

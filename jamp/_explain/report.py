@@ -18,6 +18,7 @@ from jamp._explain.operations import operations, options_inside
 from jamp._explain.residuals import Residuals, residuals_of_call
 from jamp._plan.planner import make_plan
 from jamp._tracing import nnx_modules, regions, trace
+from jamp._tracing.checks import check_function
 from jamp._tracing.regions import Scope
 
 if TYPE_CHECKING:
@@ -124,6 +125,7 @@ def explain(
       AutocastTypeError: an option that `jamp.autocast` does not take.
     """
     named = regions.named_arguments("explain", autocast_options)
+    check_function("explain", fn)
 
     def explained(*args: Any, **kwargs: Any) -> Report:
         options = named.options()

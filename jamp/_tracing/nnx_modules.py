@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from jamp._errors import AutocastTypeError
+from jamp._tracing.checks import refuse_made
 from jamp._tracing.trace import pass_for
 
 
@@ -72,6 +73,7 @@ def prepare(fn: Callable[..., Any], args: Any, kwargs: Any) -> Prepared:
         ]
         inner_args, inner_kwargs = jax.tree.unflatten(tree, filled)
         result = with_modules(copies)(*inner_args, **inner_kwargs)
+        refuse_made(result, jax.tree.leaves((inner_args, inner_kwargs)))
         return result, _changed(nnx, before, nnx.split(copies)[1])
 
     pass_for(fn, call)

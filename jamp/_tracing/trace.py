@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from jamp import _dtypes
 from jamp import _primitives as primitives
 from jamp._equations import equations
 from jamp._tracing import regions
+from jamp._tracing.checks import is_array as is_array
+from jamp._tracing.checks import refuse_made
 from jamp._tracing.regions import Options
 
 
@@ -23,13 +24,6 @@ class Traced(NamedTuple):
     program: Any
     # Makes the function's result of the program's results.
     rebuild: Callable[[Sequence[Any]], Any]
-
-
-def is_array(leaf: Any) -> bool:
-    """Whether a leaf of the arguments is traced; others are passed through."""
-    if isinstance(leaf, (np.ndarray, np.generic)):
-        return leaf.dtype.kind not in "OSU"
-    return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
 
 
 def with_arrays(
@@ -64,6 +58,7 @@ def trace(fn: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> T
             # Before JAX takes its own frames out of the traceback.
             out["refused"] = _raised_by_jax(error)
             raise
+        refuse_made(result, leaves)
         found, out["tree"] = jax.tree.flatten(result)
         # Arrays are tracers here, which must not outlive the trace.
         out["static"] = [None if is_array(leaf) else (leaf,) for leaf in found]
@@ -109,7 +104,7 @@ def _make_jaxpr(
 def _raised_by_jax(error: Exception) -> bool:
     """Whether JAX itself raised an error, and not a function that it called."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return frame.f_globals.get("__name__", "").partition(".")[0] == "jax"
+    return str(frame.f_globals.get("__name__")).startswith("jax.")
 
 
 def _refuses_16_bits(program: Any) -> bool:

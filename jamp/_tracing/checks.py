@@ -1,0 +1,108 @@
+"""What may be traced, and what a traced function may take and return."""
+
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jamp._errors import AutocastTypeError
+
+_METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf of the arguments is traced; others are passed through."""
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return leaf.dtype.kind not in "OSU"
+    return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
+
+
+def refuse_made(result: Any, arguments: Sequence[Any]) -> None:
+    """Raises for a result that the function made and that is no value.
+
+    Later calls would get the same object, which may hold what was traced.
+    """
+    given = {id(leaf) for leaf in arguments}
+    # JAX is about to refuse iterators in trees.
+    found, _ = jax.tree_util.tree_flatten_with_path(
+        result, is_leaf=lambda node: isinstance(node, Iterator)
+    )
+    for path, leaf in found:
+        if not (is_array(leaf) or id(leaf) in given or _is_value(leaf)):
+            at = jax.tree_util.keystr(path)
+            raise AutocastTypeError(
+                f"the function under autocast returned a {type(leaf).__name__}"
+                + (f" at result{at}" if at else "")
+                + ", which is neither an array nor a constant: return the arrays and "
+                "make it of them outside, or register its class as a pytree "
+                "(jax.tree_util.register_dataclass)"
+            )
+
+
+def _is_value(leaf: Any) -> bool:
+    """Whether a leaf is equal in every call; so it holds no arrays, which differ."""
+    if isinstance(leaf, functools.partial):
+        parts = (leaf.func, *leaf.args, *leaf.keywords.values())
+        return all(map(_is_value, jax.tree.leaves(parts)))
+    if isinstance(leaf, np.ndarray):
+        return leaf.dtype.kind in "SU"
+    if isinstance(leaf, slice):  # hashable since Python 3.12
+        leaf = (leaf.start, leaf.stop, leaf.step)
+    hashing: Any = type(leaf).__hash__
+    by_identity = hashing is object.__hash__ or isinstance(leaf, _METHODS)
+    if by_identity and not isinstance(leaf, types.ModuleType):
+        return _is_global(leaf)
+    try:
+        hash(leaf)  # tracers have none
+    except TypeError:
+        return False
+    return True
+
+
+def _is_global(obj: Any) -> bool:
+    """Whether an object stands in a module, or holds nothing."""
+    if isinstance(obj, types.FunctionType) and not (
+        obj.__closure__ or obj.__defaults__ or obj.__kwdefaults__
+    ):
+        return True
+    if type(obj) is object:
+        return True
+    found: Any = sys.modules.get(getattr(obj, "__module__", None) or "")
+    for name in getattr(obj, "__qualname__", "?").split("."):
+        found = getattr(found, name, None)
+    return found is obj
+
+
+def check_function(name: str, fn: Any) -> None:
+    """Raises unless `fn`, given to the function of this name, is one to trace."""
+    if isinstance(fn, str):
+        got = f"{fn!r}; device_type is a keyword: {name}(device_type={fn!r})"
+    elif inspect.isclass(fn):
+        got = (
+            f"the class {fn.__name__}; decorate its __call__ (flax.nnx) or wrap the "
+            "function that calls model.apply (flax.linen)"
+        )
+    elif not callable(fn):
+        got = f"{type(fn).__name__}; write {name}(fn)(x), not {name}(fn(x))"
+    else:
+        runs_later = [
+            kind
+            for kind, is_kind in _RUN_LATER.items()
+            if is_kind(fn) or is_kind(type(fn).__call__)
+        ]
+        if not runs_later:
+            return
+        got = f"{runs_later[0]}, whose body runs after the call; wrap what it calls"
+    raise AutocastTypeError(f"{name} takes a function, got {got}")
+
+
+_RUN_LATER = {
+    "a generator function": inspect.isgeneratorfunction,
+    "an async function": inspect.iscoroutinefunction,
+    "an async generator function": inspect.isasyncgenfunction,
+}
