@@ -40,11 +40,6 @@ def eligible(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating)) and np.dtype(dtype).itemsize <= 4
 
 
-def integer(dtype: Any) -> bool:
-    """Whether values of this dtype are integers."""
-    return isinstance(dtype, np.dtype) and dtype.kind in "iu"
-
-
 def is_complex(dtype: Any) -> bool:
     """Whether values of this dtype are complex numbers."""
     return isinstance(dtype, np.dtype) and dtype.kind == "c"

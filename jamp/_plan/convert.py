@@ -57,5 +57,8 @@ def plan_convert(equation: Equation) -> list[Value]:
         return [value]
     if value.dtype == traced != target:
         (result,) = cast_and_bind(equation, Dtypes((None,)))
-        return [result.knowing(value.traits) if value.follows else result]
+        if value.traits.interval is None:
+            return [result]
+        known = intervals.held(value.traits.interval, target)
+        return [result.knowing(value.traits._replace(interval=known))]
     return [caster.cast(value, target)]

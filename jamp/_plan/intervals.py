@@ -6,14 +6,15 @@ that a constant which the narrow dtype would destroy can be kept from it.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jamp import _primitives as primitives
-from jamp._dtypes import DType
+from jamp._dtypes import DType, dtype_of
 
 
 class Interval(NamedTuple):
@@ -81,23 +82,42 @@ ARITHMETIC: Mapping[str, Callable[..., Interval | None]] = {
     "max": lambda x, y: Interval(max(x.low, y.low), max(x.high, y.high)),
     "min": lambda x, y: Interval(min(x.low, y.low), min(x.high, y.high)),
     "clamp": lambda low, x, high: Interval(
-        min(max(x.low, low.low), high.high), min(max(x.high, low.low), high.high)
+        min(max(x.low, low.low), high.low), min(max(x.high, low.high), high.high)
     ),
     "select_n": _union,
     "concatenate": _union,
     "pad": _union,
-    **dict.fromkeys(primitives.KEEPING_RANGE, lambda x, *_: x),
+    **dict.fromkeys(primitives.KEEPING_RANGE, lambda x: x),
 }
 
 
-def propagate(eqn: JaxprEqn, operands: list[Interval | None]) -> Interval | None:
-    """The range of an equation's results, if its operands are constants.
-
-    Args:
-      eqn: the equation.
-      operands: ranges of its floating operands, or of its integer ones if it has none.
-    """
-    rule = ARITHMETIC.get(eqn.primitive.name)
-    if rule is None or not operands or any(x is None for x in operands):
+def propagate(eqn: JaxprEqn, operands: Sequence[Interval | None]) -> Interval | None:
+    """The range of an equation's results, if its operands are constants."""
+    name = eqn.primitive.name
+    rule = ARITHMETIC.get(name)
+    if rule is None:
         return None
-    return rule(*operands)
+    if name == "select_n":
+        operands = operands[1:]
+    elif name in primitives.KEEPING_RANGE:
+        # The others are indices and shapes.
+        operands = operands[:1]
+    known = [operand for operand in operands if operand is not None]
+    if len(known) < len(operands):
+        return None
+    found = rule(*known)
+    return None if found is None else held(found, dtype_of(eqn.outvars[0]))
+
+
+def held(interval: Interval, dtype: Any) -> Interval | None:
+    """A range as values of a dtype have it; None if integers of it would wrap."""
+    if dtype == np.bool_:
+        low = float(not interval.low <= 0 <= interval.high)
+        return Interval(low, float(interval != (0, 0)))
+    bounds = np.array(interval, np.float64)
+    if jnp.issubdtype(dtype, np.integer):
+        bounds, limits = np.trunc(bounds), jnp.iinfo(dtype)
+        wraps = (bounds < limits.min) | (bounds > limits.max)
+        return None if wraps.any() else Interval(*bounds.tolist())
+    with np.errstate(over="ignore", invalid="ignore"):
+        return Interval(*bounds.astype(dtype).astype(np.float64).tolist())

@@ -23,9 +23,7 @@ def result_traits(
     ruling = caster.record.ruling
     interval = None
     if ruling.rule is Rule.PROMOTE:
-        numbers = floats or [v for v in operands if _dtypes.integer(v.dtype)]
-        if all(v.follows for v in numbers):
-            interval = intervals.propagate(eqn, [v.traits.interval for v in numbers])
+        interval = intervals.propagate(eqn, [v.traits.interval for v in operands])
     if name in primitives.MATMULS:
         return Traits(rank=rank, product=all(d in _dtypes.LOW_DTYPES for d in used[:2]))
     unsafe = caster.options.policy.unsafe

@@ -1,0 +1,251 @@
+"""What is known of constants, for each primitive that keeps a range, in all forms."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.pallas import tpu as pltpu
+from jax.extend.core import Primitive
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxprs import equations
+from tables import check_each
+from test_plan import plan_of
+
+import jamp
+from jamp._plan.intervals import ARITHMETIC
+
+SHAPES = ((), (4,), (2, 4))
+DTYPES = ("float32", "float16", "int32", "uint8", "bool")
+# Those that take no booleans, and those that take no scalars.
+NUMERIC = {"add", "clamp", "div", "mul", "neg", "scatter-add", "sub"}
+DIMENSIONED = {"concatenate", "dynamic_slice", "dynamic_update_slice", "gather", "rev"}
+DIMENSIONED |= {"scatter", "scatter-add", "slice", "split", "tile", "transpose"}
+# It runs in a kernel only.
+PLANNED_ONLY = "with_memory_space_constraint"
+
+AUTO, EXPLICIT = (
+    NamedSharding(jax.make_mesh((1,), ("x",), axis_types=(kind,)), PartitionSpec())
+    for kind in (AxisType.Auto, AxisType.Explicit)
+)
+
+
+class Make(NamedTuple):
+    """Makes operands of a shape and a dtype."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def scalar(self, number: float) -> Any:
+        """A literal."""
+        return np.asarray(number).astype(self.dtype)[()]
+
+    def __call__(self, low: float, high: float) -> Any:
+        """A constant: a literal, or two that alternate under a mask."""
+        if not self.shape:
+            return self.scalar(high)
+        mask = lax.broadcasted_iota("int32", self.shape, len(self.shape) - 1) % 2 == 0
+        cases = [lax.full(self.shape, self.scalar(number)) for number in (low, high)]
+        return lax.select(mask, *cases)
+
+    def data(self) -> Any:
+        """An array that the program closes over, of which nothing is known."""
+        numbers = np.arange(np.prod(self.shape, dtype=int)).reshape(self.shape)
+        return jnp.asarray(numbers % 3).astype(self.dtype)
+
+    def each(self, entry: Any) -> tuple[Any, ...]:
+        """An entry for each dimension."""
+        return (entry,) * len(self.shape)
+
+
+@cache
+def primitive(name: str) -> Primitive:
+    """A primitive that no public function binds outside of a kernel."""
+    objects = gc.get_objects()
+    return next(o for o in objects if isinstance(o, Primitive) and o.name == name)
+
+
+def converted(number: Any, dtype: str) -> Any:
+    """A cast that is in the program: JAX makes none of a literal itself."""
+    return lax.convert_element_type(lax.max(number, number), dtype)
+
+
+FORMS: dict[str, list[Callable[[Make], Any]]] = {
+    "abs": [lambda c: lax.abs(c(-3, -2)), lambda c: lax.abs(c(-3, 2))],
+    "add": [
+        lambda c: lax.add(c(1, 2), c(3, 5)),
+        lambda c: lax.add(c(100, 200), c(56, 100)),
+    ],
+    "broadcast_in_dim": [lambda c: lax.broadcast(c(1, 2), (3, 1))],
+    "broadcast_to": [
+        lambda c: primitive("broadcast_to").bind(c(1, 2), shape=(3, *c.shape))
+    ],
+    "clamp": [
+        lambda c: lax.clamp(c.scalar(2), c(1, 9), c.scalar(5)),
+        lambda c: lax.clamp(c(1, 4), c(3, 3), c(2, 9)),
+        lambda c: lax.clamp(c(1, 6), c(9, 2), c(2, 9)),
+    ],
+    "concatenate": [
+        lambda c: lax.concatenate_p.bind(c(1, 2), dimension=0),
+        lambda c: lax.concatenate([c(1, 2), c(3, 4)], 0),
+        lambda c: lax.concatenate([c(1, 2), c(3, 4), c(5, 0)], 0),
+        lambda c: lax.concatenate([c(1, 2), c.data()], 0),
+    ],
+    "convert_element_type": [
+        lambda c, to=to: converted(c(0.7, 2.7), "int4" if to == c.dtype else to)
+        for to in DTYPES
+    ],
+    "copy": [lambda c: lax.copy_p.bind(c(1, 2))],
+    "div": [
+        lambda c: lax.div(c(1, 7), c(4, 2)),
+        lambda c: lax.div(c(-7, 9), c(-2, -4)),
+        lambda c: lax.div(c(1, 2), c(-1, 3)),
+    ],
+    "dynamic_slice": [
+        lambda c: lax.dynamic_slice(c(1, 2), c.each(1), c.each(1)),
+        lambda c: lax.dynamic_slice(c(1, 2), c.each(-1), c.each(1)),
+        lambda c: lax.dynamic_slice(c.data(), c.each(1), c.each(1)),
+        lambda c: lax.dynamic_index_in_dim(c.data(), 1),
+    ],
+    "max": [lambda c: lax.max(c(1, 0), c(0, 1))],
+    "min": [lambda c: lax.min(c(1, 0), c(0, 1))],
+    "mul": [
+        lambda c: lax.mul(c(2, 3), c(50, 100)),
+        lambda c: lax.mul(c(-2, 3), c(9000, -9000)),
+        lambda c: lax.mul(c(1, 60000), c(2, 60000)),
+    ],
+    "name": [lambda c: checkpoint_name(c(1, 2), "x")],
+    "neg": [lambda c: lax.neg(c(0, 0)), lambda c: lax.neg(c(1, 2))],
+    "pad": [
+        lambda c: lax.pad(c(1, 2), c.scalar(0), c.each((1, 2, 1))),
+        lambda c: lax.pad(c(1, 2), c.scalar(3), c.each((-1, 0, 0))),
+        lambda c: lax.pad(c.data(), c.scalar(3), c.each((1, 0, 0))),
+    ],
+    "reshape": [lambda c: lax.reshape(c(1, 2), (*c.shape[::-1], 1))],
+    "reshard": [lambda c: jax.sharding.reshard(c(1, 2), EXPLICIT)],
+    "rev": [lambda c: lax.rev(c(1, 2), (0,))],
+    "select_n": [
+        lambda c: lax.select_n(np.bool_(True), c(1, 2), c(3, 4)),
+        lambda c: lax.select_n(Make(c.shape, "bool")(0, 1), c(1, 2), c(3, 0)),
+        lambda c: lax.select_n(np.int32(1), c(7, 7), c(8, 8), c(9, 9)),
+        lambda c: lax.select_n(Make(c.shape, "int32")(0, 2), c(7, 7), c(8, 8), c(9, 9)),
+    ],
+    "sharding_constraint": [lambda c: lax.with_sharding_constraint(c(1, 2), AUTO)],
+    "slice": [lambda c: lax.slice(c(1, 2), c.each(1), c.each(2))],
+    "split": [lambda c: lax.split(c(1, 2), (1, 3), -1)],
+    "squeeze": [lambda c: lax.squeeze(lax.broadcast(c(1, 2), (1,)), (0,))],
+    "stop_gradient": [lambda c: primitive("stop_gradient").bind(c(1, 2))],
+    "sub": [lambda c: lax.sub(c(5, 2), c(1, 1)), lambda c: lax.sub(c(1, 2), c(5, 3))],
+    "tile": [lambda c: lax.tile(c(1, 2), c.each(2))],
+    "transpose": [
+        lambda c: lax.transpose(c(1, 2)[None], (*range(1, len(c.shape) + 1), 0))
+    ],
+    PLANNED_ONLY: [lambda c: pltpu.with_memory_space_constraint(c(1, 2), pltpu.HBM)],
+}
+
+# Primitives that take indices too and keep no range.
+INDEXED: dict[str, list[Callable[[Make], Any]]] = {
+    "dynamic_update_slice": [
+        lambda c: lax.dynamic_update_slice(c(1, 2), ones(c), c.each(1)),
+        lambda c: lax.dynamic_update_slice(c.data(), ones(c), c.each(1)),
+    ],
+    "gather": [lambda c: jnp.take(c(1, 2), np.array([1, 0]), 0)],
+    "scatter": [
+        lambda c: jnp.asarray(c(1, 2)).at[np.array([1, 0])].set(c.scalar(3)),
+        lambda c: c.data().at[1].set(c.scalar(3)),
+    ],
+    "scatter-add": [lambda c: c.data().at[np.array([1, 0])].add(c.scalar(3))],
+}
+
+
+def ones(c: Make) -> Any:
+    return lax.full(c.each(1), c.scalar(1))
+
+
+class Row(NamedTuple):
+    """One form of a primitive for one shape and dtype."""
+
+    name: str
+    number: int
+    make: Make
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.number} of {self.make.dtype}{self.make.shape}"
+
+    def __call__(self) -> Any:
+        return (FORMS | INDEXED)[self.name][self.number](self.make)
+
+
+def rows(name: str) -> list[Row]:
+    """A primitive's forms in all the shapes and dtypes that it takes."""
+    shapes = SHAPES[1:] if name in DIMENSIONED else SHAPES
+    dtypes = DTYPES[:3] if name == "abs" else DTYPES
+    dtypes = DTYPES[:4] if name in NUMERIC else dtypes
+    makes = [Make(shape, dtype) for shape in shapes for dtype in dtypes]
+    forms = range(len((FORMS | INDEXED)[name]))
+    return [Row(name, form, make) for form in forms for make in makes]
+
+
+def ranges(row: Row) -> list[Any]:
+    """What is known of a row's results."""
+    program = jax.make_jaxpr(row)()
+    assert row.name in {eqn.primitive.name for eqn in equations(program)}
+    return [value.traits.interval for value in plan_of(program, []).results]
+
+
+def values(table: list[Row], transform: Callable[..., Any] = lambda fn: fn) -> Any:
+    """The results of rows, from one program."""
+
+    def run() -> list[Any]:
+        return [row() if row.name != PLANNED_ONLY else row.make(1, 2) for row in table]
+
+    return [jax.tree.leaves(results) for results in jax.jit(transform(run))()]
+
+
+def compare(found: tuple[Row, list[Any], list[Any], list[Any]]) -> None:
+    _, intervals, values, expected = found
+    for interval, value, right in zip(intervals, values, expected, strict=True):
+        np.testing.assert_array_equal(value, right, strict=True)
+        numbers = np.asarray(right, np.float64)
+        if interval is not None:
+            assert interval.low <= numbers.min() <= numbers.max() <= interval.high
+
+
+@pytest.mark.parametrize("name", FORMS | INDEXED)
+def test_constants_hold_the_numbers_that_jax_computes(name):
+    table = rows(name)
+    with jax.set_mesh(EXPLICIT.mesh) if name == "reshard" else nullcontext():
+        known = [ranges(row) for row in table]
+        found, expected = values(table, jamp.autocast), values(table)
+    check_each(
+        zip(table, known, found, expected, strict=True), compare, lambda r: str(r[0])
+    )
+    assert any(None not in intervals for intervals in known) == (name in FORMS)
+
+
+def test_every_primitive_that_keeps_a_range_has_a_row():
+    assert FORMS.keys() == ARITHMETIC.keys()
+
+
+@pytest.mark.parametrize(
+    "constant",
+    [
+        lambda: lax.div(np.int32(7), np.int32(2)).astype("float32"),
+        lambda: lax.add(np.uint8(200), np.uint8(100)).astype("float32"),
+        lambda: converted(np.float32(2.7), "int32").astype("float32"),
+        lambda: converted(np.float32(1e-9), "float16").astype("float32"),
+    ],
+    ids=["integer division", "wrapped", "truncated", "underflowed"],
+)
+def test_a_constant_is_the_number_that_the_program_computes(constant):
+    scaled = jamp.autocast(lambda x: (x @ x) * constant())(jnp.eye(2))
+    np.testing.assert_array_equal(scaled, jnp.eye(2) * constant())
