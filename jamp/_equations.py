@@ -1,9 +1,9 @@
-"""Equations of a program: a walk through all of them, and binding one on arrays."""
+"""Equations of a program: a walk through all of them, what one reads, binding one."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from jax.extend.core import JaxprEqn, Primitive, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, jaxprs_in_params
 
 
 def equations(
@@ -25,6 +25,16 @@ def nested(
         if enter(eqn):
             for inner in jaxprs_in_params(eqn.params):
                 yield from nested(inner.eqns, enter)
+
+
+def closed(program: Any) -> Any:
+    """A program that an equation holds without constants, as a closed one."""
+    return program if hasattr(program, "consts") else ClosedJaxpr(program, ())
+
+
+def read_by(eqn: JaxprEqn) -> list[Any]:
+    """The variables that an equation reads."""
+    return [atom for atom in eqn.invars if not isinstance(atom, Literal)]
 
 
 def holds_program(eqn: JaxprEqn) -> bool:

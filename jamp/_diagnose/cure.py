@@ -5,8 +5,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from jamp._diagnose.diagnosis import Suggestion
 from jamp._diagnose.examine import Examination, run_again
-from jamp._diagnose.findings import Suggestion
 from jamp._diagnose.judge import Fault
 from jamp._diagnose.program import Settings, Subject
 from jamp._diagnose.suggest import Change, changes_for, last_resorts
@@ -39,7 +39,9 @@ def _attempts(before: Examination, examine: Examine) -> Iterator[list[Change]]:
     chosen: list[Change] = []
     examination = before
     for _ in range(ROUNDS):
-        candidates = _candidates(examination)
+        # What all faults have in common comes once.
+        every = (changes_for(fault, examination) for fault in examination.faults)
+        candidates = list(dict.fromkeys(chain.from_iterable(every)))
         yield from ([*chosen, change] for change in candidates)
         step = _step(examination, candidates, examine)
         if step is None:
@@ -51,12 +53,6 @@ def _attempts(before: Examination, examine: Examine) -> Iterator[list[Change]]:
         yield chosen
     for change in last_resorts(before):
         yield [change]
-
-
-def _candidates(examination: Examination) -> list[Change]:
-    """Changes for all faults; what all have in common comes once."""
-    changes = (changes_for(fault, examination) for fault in examination.faults)
-    return list(dict.fromkeys(chain.from_iterable(changes)))
 
 
 def _further(examination: Examination) -> list[Change]:
@@ -121,32 +117,30 @@ def suggestions_of(
         base = "policy" if own_policy else f'jamp.Policy.load("{kind}")'
         reason = "; ".join(change.reason for change in rules)
         options = {"policy": _applied(settings, rules).options.policy}
-        code = f"policy = {base}{_rules(rules)}\n{_call(settings.options, True)}"
+        code = f"policy = {base}{_with_rules(rules)}\n{_call(settings.options, True)}"
         found.append(Suggestion(code, reason, True, options))
     for change in changes:
+        options, scale = {}, None
         if change.kind == "loss_scale":
-            code = f"scaler = jamp.GradScaler(init_scale={change.value})"
-            found.append(Suggestion(code, change.reason, True, loss_scale=change.value))
+            scale = change.value
+            code = f"scaler = jamp.GradScaler(init_scale={scale})"
         elif change.kind == "region":
-            file, line = change.value
-            code = (
-                f"with jamp.autocast(enabled=False):  # around {Path(file).name}:{line}"
-            )
-            found.append(Suggestion(code, change.reason, True))
+            line = f"{Path(change.value[0]).name}:{change.value[1]}"
+            code = f"with jamp.autocast(enabled=False):  # around {line}"
         elif change.kind == "dtype":
             code = _call(change.apply(settings).options, own_policy)
             options = {"dtype": change.value}
-            found.append(Suggestion(code, change.reason, True, options))
+        else:
+            continue
+        found.append(Suggestion(code, change.reason, True, options, scale))
     return tuple(found)
 
 
-def _rules(changes: Sequence[Change]) -> str:
+def _with_rules(changes: Sequence[Change]) -> str:
     entries = [_entry(c.value) for c in changes if c.kind != "scope"]
-    code = f".with_rules(float32=[{', '.join(entries)}])" if entries else ""
-    for change in changes:
-        if change.kind == "scope":
-            code += f'.scoped("{change.value}", "float32")'
-    return code
+    scopes = [f'.scoped("{c.value}", "float32")' for c in changes if c.kind == "scope"]
+    rules = [f".with_rules(float32=[{', '.join(entries)}])"] if entries else []
+    return "".join([*rules, *scopes])
 
 
 def _call(options: Options, own_policy: bool) -> str:

@@ -1,7 +1,10 @@
 """`jamp.diagnose`: runs a program in float32 and under autocast, side by side."""
 
 import math
-from collections.abc import Callable, Sequence
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -9,19 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jamp._diagnose.cure import find_cure, suggestions_of
-from jamp._diagnose.diagnosis import Diagnosis
-from jamp._diagnose.examine import Examination, examine, scale_window
-from jamp._diagnose.findings import (
+from jamp._diagnose.diagnosis import (
     ARGUMENT,
+    Diagnosis,
     Finding,
-    Histogram,
     Suggestion,
     Underflow,
 )
+from jamp._diagnose.examine import Examination, examine, scale_window
 from jamp._diagnose.judge import Fault, error_limit, gradient_error, kind_of
 from jamp._diagnose.ledger import Measured
+from jamp._diagnose.plot import Histogram
 from jamp._diagnose.program import Settings, Subject
-from jamp._diagnose.progress import shown
 from jamp._diagnose.suggest import Change
 from jamp._diagnose.walk import Steps
 from jamp._dtypes import narrow
@@ -31,6 +33,8 @@ from jamp._tracing.checks import check_function
 
 # How many operations with underflow are listed.
 _LISTED = 3
+# How often the plain line of progress is written anew, in equations.
+_EVERY = 50
 
 
 def diagnose(
@@ -83,7 +87,7 @@ def diagnose(
         steps: Steps = {}
 
         def run(settings: Settings) -> Examination:
-            with shown(progress) as counted:
+            with _shown(progress) as counted:
                 return examine(subject, settings, steps, counted)
 
         # Values that are not finite are expected here.
@@ -96,7 +100,6 @@ def diagnose(
 
 
 def _checked_scale(fn: Any, loss_scale: float | None) -> float | None:
-    """The loss scale; raises where it, or the function, is none."""
     check_function("diagnose", fn)
     if loss_scale is None:
         return None
@@ -114,6 +117,48 @@ def _checked_scale(fn: Any, loss_scale: float | None) -> float | None:
     return float(loss_scale)
 
 
+@contextmanager
+def _shown(
+    progress: bool | None,
+) -> Iterator[Callable[[int], Callable[[], object]]]:
+    """Shows a bar, by rich if it is installed, or else a plain line.
+
+    Yields:
+      A function of the number of equations, which returns what is called after each.
+    """
+    if not (sys.stderr.isatty() if progress is None else progress):
+        yield lambda total: lambda: None
+        return
+    try:
+        from rich.console import Console
+        from rich.progress import Progress
+    except ImportError:
+        yield _plain
+        sys.stderr.write("\n")
+        return
+    console = Console(stderr=True)
+    with Progress(console=console, transient=console.is_terminal) as bar:
+
+        def counted(total: int) -> Callable[[], object]:
+            task = bar.add_task("diagnosing", total=total)
+            return lambda: bar.advance(task)
+
+        yield counted
+
+
+def _plain(total: int) -> Callable[[], None]:
+    done = 0
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        if done % _EVERY == 0 or done == total:
+            sys.stderr.write(f"\rdiagnosing: {done} of {total} operations")
+            sys.stderr.flush()
+
+    return advance
+
+
 def _cure(
     subject: Subject,
     first: Examination,
@@ -125,10 +170,15 @@ def _cure(
     if not faults or any(fault.kind == "float32" for fault in faults):
         return faults, ()
     changes = find_cure(subject, first, run)
-    if not changes:
-        return faults, (_by_hand(faults[0]),)
-    causes = _causes(faults, changes)
-    return causes or faults, suggestions_of(changes, first.settings, own_policy)
+    if changes:
+        suggestions = suggestions_of(changes, first.settings, own_policy)
+        return _causes(faults, changes) or faults, suggestions
+    location = faults[0].measured.location if faults[0].measured else None
+    reason = (
+        "no rule cures this: the program itself computes there in 16 bits, or on values"
+        " that do not fit; keep them in float32, or scale them"
+    )
+    return faults, (Suggestion(f"# change {location or 'the program'}", reason, False),)
 
 
 def _causes(faults: list[Fault], changes: list[Change]) -> list[Fault]:
@@ -144,16 +194,6 @@ def _causes(faults: list[Fault], changes: list[Change]) -> list[Fault]:
     # The first fault is a finding too, unless it only made an error grow.
     seen = [fault for fault in faults[:1] if fault.kind != "precision"]
     return [*seen, *(Fault(kind_of(m), m) for m in behind[:1])]
-
-
-def _by_hand(fault: Fault) -> Suggestion:
-    location = fault.measured.location if fault.measured else None
-    code = f"# change {location or 'the program'}"
-    reason = (
-        "no rule cures this: the program itself computes there in 16 bits, or on values"
-        " that do not fit; keep them in float32, or scale them"
-    )
-    return Suggestion(code, reason, False)
 
 
 def _diagnosis(
@@ -215,7 +255,7 @@ def _message(kind: str, measured: Measured) -> str:
             f"{largest:.3g}{when}"
         )
     if kind == "underflow":
-        zero, small = found.flushed / found.nonzero, found.subnormal / found.nonzero
+        zero, small = found.underflow
         return f"{what} makes {zero:.0%} of it zero and {small:.0%} subnormal"
     explained = found.error <= error_limit(dtype, 0)
     grows = ", which later operations amplify" if explained else ""
@@ -224,12 +264,7 @@ def _message(kind: str, measured: Measured) -> str:
 
 def _underflows(measured: Sequence[Measured]) -> tuple[Underflow, ...]:
     found = [
-        Underflow(
-            m.primitive,
-            m.location,
-            m.statistics.flushed / m.statistics.nonzero,
-            m.statistics.subnormal / m.statistics.nonzero,
-        )
+        Underflow(m.primitive, m.location, *m.statistics.underflow)
         for m in measured
         if narrow(m.dtype)
         and m.statistics.flushed + m.statistics.subnormal
@@ -240,18 +275,9 @@ def _underflows(measured: Sequence[Measured]) -> tuple[Underflow, ...]:
 
 
 def _histograms(measured: Sequence[Measured]) -> tuple[Histogram, ...]:
-    counts: dict[tuple[str, bool], Any] = {}
+    counts: dict[tuple[str, bool], Any] = defaultdict(int)
     for m in measured:
         if narrow(m.dtype):
-            key = (_module(m), m.scaled)
-            counts[key] = counts.get(key, 0) + m.statistics.exponents
-    return tuple(
-        Histogram(module, gradient, np.asarray(count))
-        for (module, gradient), count in counts.items()
-    )
-
-
-def _module(measured: Measured) -> str:
-    if measured.scope:
-        return "/".join(measured.scope)
-    return measured.location.function if measured.location else "unknown"
+            function = m.location.function if m.location else "unknown"
+            counts["/".join(m.scope) or function, m.scaled] += m.statistics.exponents
+    return tuple(Histogram(*key, np.asarray(found)) for key, found in counts.items())

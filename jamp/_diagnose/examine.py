@@ -10,24 +10,19 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from jamp import _dtypes
-from jamp._diagnose.judge import (
-    Fault,
-    Verdict,
-    error_limit,
-    find_faults,
-    judge,
-)
+from jamp._diagnose.judge import Fault, Outcome, Verdict, find_faults, judge
 from jamp._diagnose.ledger import Ledger, Measured
 from jamp._diagnose.measure import LOWEST_EXPONENT, is_measured
-from jamp._diagnose.program import (
-    Outcome,
-    Program,
-    Settings,
-    Subject,
-    make_program,
+from jamp._diagnose.program import Program, Settings, Subject, make_program
+from jamp._diagnose.walk import (
+    EXACTLY,
+    Steps,
+    Walk,
+    as_pair,
+    count_equations,
+    entering,
 )
-from jamp._diagnose.shadow import EXACTLY, as_pair
-from jamp._diagnose.walk import Steps, Walk, count_equations
+from jamp._tracing.regions import Scope
 
 # A loss scale fits if at most this share of the gradients' elements is too small.
 TOO_SMALL = 0.1
@@ -35,19 +30,12 @@ TOO_SMALL = 0.1
 
 @dataclass(frozen=True)
 class Examination:
-    """What one walk through a program found.
+    """What one walk through a program found."""
 
-    Attributes:
-      settings: how it was run.
-      measured: its operations.
-      outcomes: its results.
-      faults: the operations at fault.
-    """
-
-    settings: Settings
-    measured: list[Measured]
-    outcomes: list[Outcome]
-    faults: list[Fault]
+    settings: Settings  # how it was run
+    measured: list[Measured]  # its operations
+    outcomes: list[Outcome]  # its results
+    faults: list[Fault]  # the operations at fault
 
 
 def examine(
@@ -62,12 +50,12 @@ def examine(
     """
     program = make_program(subject, settings)
     ledger, advance = Ledger(), progress(count_equations(program.closed))
-    walk = Walk(steps, advance, ledger)
+    walk = Walk(steps, advance, ledger, Scope())
     scale = None if settings.loss_scale is None else len(program.arrays) - 1
     # Values that are not finite are expected here.
     with np.errstate(all="ignore"):
         values = [
-            walk.entering(as_pair(array), scaled=index == scale)
+            entering(as_pair(array), scaled=index == scale)
             for index, array in enumerate(program.arrays)
         ]
         results = walk.run(program.closed, values)
@@ -75,8 +63,8 @@ def examine(
             Outcome.of(label, gradient, value.pair, value.producers)
             for label, gradient, value in _floating(program, results)
         ]
-    limit = error_limit(settings.options.dtype, _roundings(ledger.measured))
-    faults = find_faults(judge(outcomes, limit), ledger)
+    verdict = judge(outcomes, settings.options.dtype, ledger.measured)
+    faults = find_faults(verdict, ledger)
     return Examination(settings, ledger.measured, outcomes, faults)
 
 
@@ -89,31 +77,22 @@ def run_again(subject: Subject, settings: Settings, before: Examination) -> Verd
     run = jax.jit(jaxpr_as_fun(program.closed), compiler_options=EXACTLY)
     factor = (settings.loss_scale or 1.0) / (before.settings.loss_scale or 1.0)
     with np.errstate(all="ignore"):
-        computed = [array for _, _, array in _floating(program, run(*program.arrays))]
+        results = _floating(program, run(*program.arrays))
         outcomes = [
             outcome.against(array, factor)
-            for outcome, array in zip(before.outcomes, computed, strict=True)
+            for outcome, (_, _, array) in zip(before.outcomes, results, strict=True)
         ]
-    return judge(
-        outcomes, error_limit(settings.options.dtype, _roundings(before.measured))
-    )
-
-
-def _roundings(measured: Sequence[Measured]) -> int:
-    """How many operations round to 16 bits."""
-    return sum(_dtypes.narrow(m.dtype) for m in measured)
+    return judge(outcomes, settings.options.dtype, before.measured)
 
 
 def _floating(program: Program, results: Sequence[Any]) -> list[tuple[str, bool, Any]]:
     """Label, whether it is a gradient, and result, of the results that are measured."""
     first = len(results) - program.gradients
-    avals = program.closed.out_avals
+    every = zip(program.labels, results, program.closed.out_avals, strict=True)
     return [
         (label, index >= first, result)
-        for index, (label, result) in enumerate(
-            zip(program.labels, results, strict=True)
-        )
-        if is_measured(avals[index])
+        for index, (label, result, aval) in enumerate(every)
+        if is_measured(aval)
     ]
 
 

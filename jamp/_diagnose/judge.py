@@ -1,16 +1,18 @@
 """What counts as a fault: thresholds, and the operations in which faults began."""
 
+from __future__ import annotations
+
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from jamp import _primitives as primitives
 from jamp._diagnose.ledger import Ledger, Measured
-from jamp._diagnose.measure import LOWEST_EXPONENT
-from jamp._diagnose.program import Outcome
+from jamp._diagnose.measure import LOWEST_EXPONENT, Pair, State, state_of
 from jamp._dtypes import narrow
 
 # The error of independent roundings grows with the root of their number. An error of
@@ -39,20 +41,58 @@ SUSPECT = 0.5
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What is wrong with the outcomes of a program.
+class Outcome:
+    """A result of the program, or a gradient, in two runs."""
 
-    Attributes:
-      wild: gradients that are not finite in float32 either, and other outcomes that
-        are so, and not the same as under autocast.
-      alike: outcomes that are not finite in float32, and the same under autocast. As a
-        mask of -inf is, they may be meant.
-      wrong: outcomes that are not finite, and are in float32; gradients that became
-        zero; and what is too far from float32's for another reason.
-    """
+    label: str  # what it is
+    gradient: bool  # whether it is a gradient
+    state: State  # how far it is from float32's
+    power: float  # its sum of squares in float32
+    shadow: Any = field(repr=False)  # it in float32
+    producers: frozenset[int]  # the outputs that it came from
 
+    @classmethod
+    def of(
+        cls, label: str, gradient: bool, pair: Pair, producers: Iterable[int] = ()
+    ) -> Outcome:
+        """Compares a result in two runs."""
+        shadow = np.asarray(pair.shadow)
+        finite = shadow[np.isfinite(shadow)].astype(np.float64)
+        power = float(np.sum(np.square(finite)))
+        return cls(label, gradient, state_of(pair), power, shadow, frozenset(producers))
+
+    @property
+    def error(self) -> float:
+        """Its relative error; inf if it is not finite."""
+        state = self.state
+        return math.inf if state.overflowed or state.wild else state.error
+
+    @property
+    def mean(self) -> float:
+        """Its root mean square in float32."""
+        return math.sqrt(self.power / max(self.shadow.size, 1))
+
+    @property
+    def alike(self) -> bool:
+        """Whether what is not finite in float32 is the same in 16 bits."""
+        return not self.gradient and self.state.wild == self.state.alike
+
+    def against(self, computed: Any, factor: float) -> Outcome:
+        """What a program with another loss scale computed, beside the same float32."""
+        shadow = self.shadow * np.float32(factor if self.gradient else 1.0)
+        return Outcome.of(self.label, self.gradient, Pair(np.asarray(computed), shadow))
+
+
+class Verdict(NamedTuple):
+    """What is wrong with the outcomes of a program."""
+
+    # Outcomes that are not finite in float32 either, but for those alike.
     wild: list[Outcome]
+    # Outcomes that are not finite in float32, and the same under autocast. As a mask of
+    # -inf is, they may be meant.
     alike: list[Outcome]
+    # Outcomes that are not finite, and are in float32; gradients that became zero; and
+    # what is too far from float32's for another reason.
     wrong: list[Outcome]
 
     @property
@@ -63,16 +103,12 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Fault:
-    """An operation in which something went wrong.
+    """An operation in which something went wrong."""
 
-    Attributes:
-      kind: `'overflow'`, `'underflow'`, `'precision'` or `'float32'`.
-      measured: the operation; None if an argument or a constant is not finite.
-      behind: the operations in 16 bits that led to it, nearest first.
-    """
-
-    kind: str
+    kind: str  # `'overflow'`, `'underflow'`, `'precision'` or `'float32'`
+    # The operation; None if an argument or a constant is not finite.
     measured: Measured | None
+    # The operations in 16 bits that led to it, nearest first.
     behind: tuple[Measured, ...] = ()
 
 
@@ -86,14 +122,15 @@ def gradient_error(outcomes: Sequence[Outcome]) -> float:
     """The relative error of all gradients together, as of one vector."""
     gradients = [outcome for outcome in outcomes if outcome.gradient]
     power = sum(outcome.power for outcome in gradients)
-    error = sum(
-        outcome.power * outcome.error**2 for outcome in gradients if outcome.power
-    )
+    error = sum(each.power * each.error**2 for each in gradients if each.power)
     return math.sqrt(error / power) if power else 0.0
 
 
-def judge(outcomes: Sequence[Outcome], limit: float) -> Verdict:
-    """Which outcomes of a program are wrong."""
+def judge(
+    outcomes: Sequence[Outcome], dtype: Any, measured: Sequence[Measured]
+) -> Verdict:
+    """Which outcomes of a program are wrong, given its operations."""
+    limit = error_limit(dtype, sum(narrow(m.dtype) for m in measured))
     gradients = [outcome for outcome in outcomes if outcome.gradient]
     largest = max((outcome.mean for outcome in gradients), default=0.0)
     gradient_wrong = gradient_error(outcomes) > max(limit, GRADIENT_ERROR)
@@ -108,14 +145,11 @@ def judge(outcomes: Sequence[Outcome], limit: float) -> Verdict:
         alone = state.error > ONE_GRADIENT_ERROR and mean > TINY * largest
         return lost or alone or gradient_wrong
 
-    def alike(outcome: Outcome) -> bool:
-        return not outcome.gradient and outcome.state.wild == outcome.state.alike
-
     wild = [outcome for outcome in outcomes if outcome.state.wild]
     return Verdict(
-        wild=[outcome for outcome in wild if not alike(outcome)],
-        alike=[outcome for outcome in wild if alike(outcome)],
-        wrong=[outcome for outcome in outcomes if wrong(outcome)],
+        wild=[outcome for outcome in wild if not outcome.alike],
+        alike=[outcome for outcome in wild if outcome.alike],
+        wrong=list(filter(wrong, outcomes)),
     )
 
 
@@ -158,9 +192,7 @@ def find_faults(verdict: Verdict, ledger: Ledger) -> list[Fault]:
 
 def _behind(fault: Fault, ledger: Ledger) -> tuple[Measured, ...]:
     """The operations in 16 bits that led to a fault, nearest first, one per line."""
-    if fault.measured is None:
-        return ()
-    found = ledger.behind(fault.measured)
+    found = ledger.behind(fault.measured) if fault.measured else []
     return tuple(_one_per_line([m for m in found if narrow(m.dtype)]))
 
 

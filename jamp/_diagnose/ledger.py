@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -12,34 +12,24 @@ from jax.extend.core import JaxprEqn
 from jamp import _primitives as primitives
 from jamp._diagnose.measure import Pair, State, Statistics
 from jamp._tracing import origin
-from jamp._tracing.regions import Scope
 
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """One result of an equation of the program, which was measured.
-
-    Attributes:
-      eqn: the equation.
-      dtype: the dtype of the result.
-      scope: the named scopes around it, outermost first.
-      callers: the equations whose programs it stands in, outermost first.
-      scaled: whether the result carries the loss scale: it is part of a gradient.
-      producers: numbers of the outputs that it was computed from.
-      statistics: what was measured, over all the times that the equation ran.
-    """
+    """One result of an equation of the program, which was measured."""
 
     eqn: JaxprEqn
-    dtype: Any
-    scope: tuple[str, ...]
+    dtype: Any  # the dtype of the result
+    scope: tuple[str, ...]  # the named scopes around it, outermost first
+    # The equations whose programs it stands in, outermost first.
     callers: tuple[JaxprEqn, ...]
-    scaled: bool
-    producers: frozenset[int]
+    scaled: bool  # whether the result carries the loss scale: it is part of a gradient
+    producers: frozenset[int]  # numbers of the outputs that it was computed from
+    # What was measured, over all the times that the equation ran.
     statistics: Statistics
 
     @property
     def primitive(self) -> str:
-        """Name of the primitive."""
         return self.eqn.primitive.name
 
     @property
@@ -55,8 +45,7 @@ class Measured:
     @property
     def location(self) -> origin.Location | None:
         """The user's line that led to the equation."""
-        found = map(origin.location, self.eqns)
-        return next((line for line in found if line is not None), None)
+        return next(filter(None, map(origin.location, self.eqns)), None)
 
     def merge(self, other: Measured) -> Measured:
         """The output with what was measured in another iteration of a loop."""
@@ -69,14 +58,20 @@ class Measured:
         )
 
 
-class Ledger:
-    """What was measured, output by output, and what was computed from what.
+class Tracked(NamedTuple):
+    """A value of the walk."""
 
-    Attributes:
-      measured: the outputs in the program's order, in which they are numbered.
-    """
+    pair: Pair  # what it is in both runs
+    state: State | None  # how far it is from float32's; None for what is not measured
+    scaled: bool  # whether it depends on the loss scale
+    producers: frozenset[int]  # the outputs that it came from
+
+
+class Ledger:
+    """What was measured, output by output, and what was computed from what."""
 
     def __init__(self) -> None:
+        # The outputs in the order of the program, in which they are numbered.
         self.measured: list[Measured] = []
         self._numbers: dict[tuple[int, ...], int] = {}
 
@@ -90,9 +85,9 @@ class Ledger:
             self.measured[number] = self.measured[number].merge(found)
         return number
 
-    def inside(self, nesting: Nesting) -> frozenset[int]:
-        """The outputs that stand in an equation's program, or in those inside."""
-        key = tuple(map(id, nesting.callers))
+    def inside(self, callers: Iterable[JaxprEqn]) -> frozenset[int]:
+        """The outputs that stand in the program of the last of some equations."""
+        key = tuple(map(id, callers))
         return frozenset(n for k, n in self._numbers.items() if k[: len(key)] == key)
 
     def operands(self, measured: Measured) -> list[Measured]:
@@ -112,40 +107,8 @@ class Ledger:
         found = dict.fromkeys(numbers)
         nearest = list(found)
         while nearest:
-            further = (self.measured[number].producers for number in nearest)
-            nearest = [
-                number
-                for number in dict.fromkeys(chain.from_iterable(map(sorted, further)))
-                if number not in found
-            ]
+            further = (sorted(self.measured[number].producers) for number in nearest)
+            new = dict.fromkeys(chain.from_iterable(further))
+            nearest = [number for number in new if number not in found]
             found.update(dict.fromkeys(nearest))
         return found
-
-
-class Tracked(NamedTuple):
-    """A value of the walk.
-
-    Attributes:
-      pair: what it is in both runs.
-      state: how far it is from float32's; None for what is not measured.
-      scaled: whether it depends on the loss scale.
-      producers: the outputs that it came from.
-    """
-
-    pair: Pair
-    state: State | None
-    scaled: bool
-    producers: frozenset[int]
-
-
-@dataclass(frozen=True)
-class Nesting:
-    """What an equation stands in: named scopes, and the equations that call it."""
-
-    scope: Scope = field(default_factory=Scope)
-    callers: tuple[JaxprEqn, ...] = ()
-
-    def enter(self, eqn: JaxprEqn) -> Nesting:
-        """What the program that an equation holds stands in."""
-        scope = self.scope.enter(eqn.source_info.name_stack)
-        return Nesting(scope, (*self.callers, eqn))

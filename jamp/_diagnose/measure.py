@@ -21,17 +21,16 @@ from jamp._dtypes import FLOAT32
 LOWEST_EXPONENT, HIGHEST_EXPONENT = -64, 63
 _BINS = HIGHEST_EXPONENT - LOWEST_EXPONENT + 1
 
+# How statistics of two iterations become one, where they are not added.
+_MERGED = {"largest": max, "error": max, "least_error": min, "introduced_once": max}
+
 
 class Pair(NamedTuple):
-    """A value of the program in two runs.
+    """A value of the program in two runs."""
 
-    Attributes:
-      computed: as it is under autocast.
-      shadow: as it would be had all been float32; None for what has no shadow of its
-        own, such as integers, keys and tokens.
-    """
-
-    computed: Any
+    computed: Any  # as it is under autocast
+    # As it would be had all been float32; None for what has no shadow of its own, such
+    # as integers, keys and tokens.
     shadow: Any
 
     @property
@@ -41,37 +40,22 @@ class Pair(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Statistics of one result of an equation, over all the times that it ran.
+    """Statistics of one result of an equation, over all the times that it ran."""
 
-    Attributes:
-      nonzero: elements that are finite and not zero in float32.
-      wild: elements that are not finite in float32 either.
-      flushed: elements that are zero and not so in float32.
-      subnormal: elements below the smallest normal number of the dtype.
-      largest: the largest magnitude in float32.
-      error: root mean square of the error, relative to that of the value.
-      least_error: the least of these errors, where it ran several times.
-      introduced: how much of the error no operand had; the sum over all times.
-      introduced_once: the largest part of that sum.
-      began: elements that overflowed although no operand had.
-      wild_began: elements not finite in float32 although all operands were.
-      first: the iteration of a loop in which the first overflow began, or None.
-      exponents: how many elements have which exponent in float32.
-    """
-
-    nonzero: int
-    wild: int
-    flushed: int
-    subnormal: int
-    largest: float
-    error: float
-    least_error: float
-    introduced: float
-    introduced_once: float
-    began: int
-    wild_began: int
+    nonzero: int  # elements that are finite and not zero in float32
+    wild: int  # elements that are not finite in float32 either
+    flushed: int  # elements that are zero and not so in float32
+    subnormal: int  # elements below the smallest normal number of the dtype
+    largest: float  # the largest magnitude in float32
+    error: float  # root mean square of the error, relative to that of the value
+    least_error: float  # the least of these errors, where it ran several times
+    introduced: float  # how much of the error no operand had; the sum over all times
+    introduced_once: float  # the largest part of that sum
+    began: int  # elements that overflowed although no operand had
+    wild_began: int  # elements not finite in float32 although all operands were
+    # The iteration of a loop in which the first overflow began, or None.
     first: int | None
-    exponents: np.ndarray[Any, Any]
+    exponents: np.ndarray[Any, Any]  # how many elements have which exponent in float32
 
     @property
     def blame(self) -> float:
@@ -79,19 +63,16 @@ class Statistics(NamedTuple):
         drift = self.error - self.least_error
         return max(self.introduced_once, min(drift, self.introduced))
 
+    @property
+    def underflow(self) -> tuple[float, float]:
+        """The shares of its nonzero elements that became zero, and subnormal."""
+        return self.flushed / self.nonzero, self.subnormal / self.nonzero
+
     def merge(self, other: Statistics) -> Statistics:
         """These and those of another iteration."""
-        ways = {
-            "largest": max,
-            "error": max,
-            "least_error": min,
-            "introduced_once": max,
-        }
         merged = {
-            name: ways.get(name, operator.add)(
-                getattr(self, name), getattr(other, name)
-            )
-            for name in self._fields
+            name: _MERGED.get(name, operator.add)(ours, theirs)
+            for name, ours, theirs in zip(self._fields, self, other, strict=True)
             if name != "first"
         }
         iterations = [i for i in (self.first, other.first) if i is not None]
@@ -118,21 +99,15 @@ def is_measured(aval: Any) -> bool:
 
 
 class State(NamedTuple):
-    """How far a value is from float32's.
+    """How far a value is from float32's."""
 
-    Attributes:
-      error: root mean square of the error, relative to that of the value in float32.
-        Elements that are not finite in either run are left out.
-      overflowed: how many elements are not finite though they are in float32.
-      wild: how many are not finite in float32.
-      alike: how many of these are the same as computed.
-      lost: how much of its power (the sum of squares) elements hold that became zero.
-    """
-
+    # Root mean square of the error, relative to that of the value in float32. Elements
+    # that are not finite in either run are left out.
     error: float
-    overflowed: int
-    wild: int
-    alike: int
+    overflowed: int  # how many elements are not finite though they are in float32
+    wild: int  # how many are not finite in float32
+    alike: int  # how many of these are the same as computed
+    # How much of its power (the sum of squares) elements hold that became zero.
     lost: float
 
 

@@ -1,13 +1,14 @@
 """The picture of a diagnosis: how large values are, beside what the dtype holds."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from jamp._diagnose.findings import Histogram
+from jamp._diagnose.measure import LOWEST_EXPONENT
 
 # Of more modules than these, those with the most values are drawn.
 _ROWS = 14
@@ -16,6 +17,27 @@ _OUTSIDE_SHOWN = 6
 _INSIDE, _OUTSIDE = "#2f6f9f", "#c8452f"
 _NORMAL, _SUBNORMAL = "#e4f0e6", "#faf1d4"
 _GRAY = "#555555"
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How large the 16-bit values of a module are, in float32.
+
+    Attributes:
+      module: its path, or the function that the values are computed in.
+      gradient: whether they are gradients of the scaled loss.
+      counts: how many values have which exponent, beginning with 2^-64; larger and
+        smaller ones count at the ends.
+    """
+
+    module: str
+    gradient: bool
+    counts: np.ndarray[Any, Any] = field(compare=False)
+
+    @property
+    def exponents(self) -> np.ndarray[Any, Any]:
+        """The exponents that `counts` counts."""
+        return np.arange(LOWEST_EXPONENT, LOWEST_EXPONENT + len(self.counts))
 
 
 def save_plot(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,60 +14,40 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.extend.source_info_util import current_name_stack
 from jax.ref import AbstractRef
 
-from jamp._diagnose.measure import Pair, State, state_of
-from jamp._diagnose.paths import (
-    ModulePaths,
-    Path,
-    find_paths,
-    in_module,
-    label_of,
-)
 from jamp._emit import emit
 from jamp._equations import equations
 from jamp._errors import AutocastError, AutocastTypeError
 from jamp._plan.planner import make_plan
 from jamp._tracing import nnx_modules, origin, regions, trace
-from jamp._tracing.regions import Options
 
 Line = tuple[str, int]
+# A root, `args` or `kwargs`, and the keys that lead from it to a leaf.
+Path = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How a program is run: what a suggestion may change.
+    """How a program is run: what a suggestion may change."""
 
-    Attributes:
-      options: those of the autocast.
-      loss_scale: the factor of the loss; None computes no gradient.
-      regions: lines of the user's that stand in a region with `enabled=False`.
-    """
-
-    options: Options
-    loss_scale: float | None = None
+    options: regions.Options  # those of the autocast
+    loss_scale: float | None = None  # the factor of the loss; None computes no gradient
+    # Lines of the user's that stand in a region with `enabled=False`.
     regions: frozenset[Line] = frozenset()
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A function and its arguments.
+    """A function and its arguments."""
 
-    Attributes:
-      fn: the function, of arrays where the user's has modules.
-      leaves: leaves of its arguments.
-      tree: their structure.
-      labels: what the leaves are called.
-      differentiated: which leaves the gradient is taken of.
-      has_aux: whether it returns more than the loss.
-      modules: the paths of the modules whose state it returns too.
-    """
-
-    fn: Callable[..., Any]
-    leaves: list[Any]
-    tree: Any
-    labels: list[str]
-    differentiated: tuple[int, ...]
-    has_aux: bool
-    modules: ModulePaths
+    fn: Callable[..., Any]  # the function, of arrays where the user's has modules
+    leaves: list[Any]  # leaves of its arguments
+    tree: Any  # their structure
+    labels: list[str]  # what the leaves are called
+    differentiated: tuple[int, ...]  # which leaves the gradient is taken of
+    has_aux: bool  # whether it returns more than the loss
+    # The paths of the modules whose state it returns too, by their numbers; None in a
+    # call without modules.
+    modules: Mapping[int, Path] | None
 
     @classmethod
     def of(
@@ -103,7 +83,7 @@ class Subject:
             )
         # Those that the partials hold come first.
         chosen = tuple(len(args) - free + number % free for number in chosen)
-        paths, modules = find_paths(args, kwargs, call)
+        paths, modules = _find_paths(args, kwargs, call)
         differentiated = tuple(
             slot
             for slot, path in enumerate(paths)
@@ -111,7 +91,7 @@ class Subject:
             and path[1].idx in chosen
             and _is_floating(leaves[slot])
         )
-        labels = list(map(label_of, paths))
+        labels = list(map(_label_of, paths))
         return cls(call.fn, leaves, tree, labels, differentiated, has_aux, modules)
 
     def not_finite(self) -> list[str]:
@@ -127,21 +107,50 @@ def _is_floating(leaf: Any) -> bool:
     return trace.is_array(leaf) and jax.numpy.issubdtype(leaf.dtype, np.floating)
 
 
+def _find_paths(
+    args: Any, kwargs: Any, call: nnx_modules.Prepared
+) -> tuple[list[Path], Mapping[int, Path] | None]:
+    """The user's path of each leaf of a prepared call, and that of each module."""
+    packed = call.args is not args
+    nnx = sys.modules.get("flax.nnx")
+    is_module = partial(nnx_modules.is_node, nnx) if packed else None
+    given = jax.tree.leaves_with_path((args, kwargs), is_leaf=is_module)
+    paths = [(("args", "kwargs")[path[0].idx], *path[1:]) for path, _ in given]
+    if not packed:
+        return paths, None
+    _, state, held = call.args
+    # A module's number stands in its place.
+    modules = {
+        slot.index: path
+        for path, (_, leaf), slot in zip(paths, given, held, strict=True)
+        if slot is not leaf
+    }
+    inside = [_in_module(path, modules) for path, _ in jax.tree.leaves_with_path(state)]
+    return [*inside, *paths], modules
+
+
+def _in_module(path: Path, modules: Mapping[int, Path]) -> Path:
+    """The user's path of an array of the modules' state."""
+    # Other modules are the function itself, or it is bound to them or closes over them.
+    module = modules.get(path[0].key, ("module", path[0]))
+    # The last key leads into a variable.
+    value = jax.tree_util.GetAttrKey("value")
+    return (*module, *(key for key in path[1:] if key != value))
+
+
+def _label_of(path: Path) -> str:
+    """A path as the user writes it."""
+    return f"{path[0]}{jax.tree_util.keystr(path[1:])}"
+
+
 @dataclass(frozen=True)
 class Program:
-    """A subject, traced and rewritten under some settings.
+    """A subject, traced and rewritten under some settings."""
 
-    Attributes:
-      closed: the closed jaxpr.
-      arrays: its arguments; the last one is the loss scale, if there is one.
-      labels: names of its results.
-      gradients: how many of the results, the last ones, are gradients.
-    """
-
-    closed: Any
-    arrays: list[Any]
-    labels: list[str]
-    gradients: int
+    closed: Any  # the closed jaxpr
+    arrays: list[Any]  # its arguments; the last one is the loss scale, if there is one
+    labels: list[str]  # names of its results
+    gradients: int  # how many of the results, the last ones, are gradients
 
 
 def make_program(subject: Subject, settings: Settings) -> Program:
@@ -153,86 +162,75 @@ def make_program(subject: Subject, settings: Settings) -> Program:
     slots = [i for i, leaf in enumerate(subject.leaves) if trace.is_array(leaf)]
     arrays = [subject.leaves[slot] for slot in slots]
     labels: list[str] = []
+    chosen = subject.differentiated
 
     def call(leaves: list[Any]) -> Any:
+        """What the user's function returns, and the state of modules."""
         args, kwargs = jax.tree.unflatten(subject.tree, leaves)
         traced = trace.trace(subject.fn, settings.options, args, kwargs)
         _refuse_refs(traced.program)
         marked = _in_regions(traced.program, settings)
         inputs = [leaves[slot] for slot in slots]
         plan = make_plan(marked, inputs, settings.options)
-        return traced.rebuild(emit(plan, inputs))
+        result = traced.rebuild(emit(plan, inputs))
+        return (result, ()) if subject.modules is None else result
 
     def labelled(**parts: Any) -> list[Any]:
-        found = [
-            (_label(name, path, subject), leaf)
-            for name, part in parts.items()
-            for path, leaf in jax.tree.leaves_with_path(part)
-            if trace.is_array(leaf)
-        ]
-        labels.extend(label for label, _ in found)
-        return [leaf for _, leaf in found]
+        found = []
+        for name, part in parts.items():
+            for path, leaf in jax.tree.leaves_with_path(part):
+                if trace.is_array(leaf):
+                    found.append(leaf)
+                    labels.append(_label(name, path, subject))
+        return found
 
-    def results(*arrays: Any) -> list[Any]:
-        leaves = trace.with_arrays(subject.leaves, slots, arrays)
-        result, state = _parted(call(leaves), subject)
-        return labelled(result=result, state=state)
-
-    chosen = subject.differentiated
-
-    def gradients(*arrays: Any) -> list[Any]:
-        *inputs, scale = arrays
-        leaves = trace.with_arrays(subject.leaves, slots, inputs)
+    def run(*arrays: Any) -> list[Any]:
+        leaves = trace.with_arrays(subject.leaves, slots, arrays[: len(slots)])
+        if settings.loss_scale is None:
+            result, state = call(leaves)
+            return labelled(result=result, state=state)
 
         def loss_of(parameters: list[Any]) -> Any:
-            return _split(call(trace.with_arrays(leaves, chosen, parameters)), subject)
+            result, state = call(trace.with_arrays(leaves, chosen, parameters))
+            loss, aux = _loss_and_aux(result, subject.has_aux)
+            return loss, (aux, state)
 
         parameters = [leaves[slot] for slot in chosen]
         loss, pullback, (aux, state) = jax.vjp(loss_of, parameters, has_aux=True)
-        found = pullback(scale.astype(loss.dtype))[0]
         values = labelled(loss=loss, aux=aux, state=state)
-        labels.extend(f"gradient of {subject.labels[i]}" for i in chosen)
-        return [*values, *found]
+        labels.extend(f"gradient of {subject.labels[slot]}" for slot in chosen)
+        return [*values, *pullback(arrays[-1].astype(loss.dtype))[0]]
 
-    if settings.loss_scale is None:
-        return Program(jax.make_jaxpr(results)(*arrays), arrays, labels, 0)
-    if not chosen:
-        raise AutocastTypeError(
-            "diagnose(fn, loss_scale=...) takes the gradient of the floating arrays "
-            "among the arguments at argnums, and there are none"
-        )
-    arrays.append(np.float32(settings.loss_scale))
-    closed = jax.make_jaxpr(gradients)(*arrays)
-    return Program(closed, arrays, labels, len(chosen))
+    if settings.loss_scale is not None:
+        if not chosen:
+            raise AutocastTypeError(
+                "diagnose(fn, loss_scale=...) takes the gradient of the floating arrays"
+                " among the arguments at argnums, and there are none"
+            )
+        arrays.append(np.float32(settings.loss_scale))
+    return Program(jax.make_jaxpr(run)(*arrays), arrays, labels, len(chosen))
 
 
 def _label(name: str, path: Path, subject: Subject) -> str:
     """What a part of a result of this name is called."""
     if name == "state":
-        return f"state of {label_of(in_module(path, subject.modules or {}))}"
+        return f"state of {_label_of(_in_module(path, subject.modules or {}))}"
     return name + jax.tree_util.keystr(path)
 
 
-def _parted(result: Any, subject: Subject) -> tuple[Any, Any]:
-    """What the user's function returns, and the state of modules."""
-    return (result, ()) if subject.modules is None else result
-
-
-def _split(result: Any, subject: Subject) -> tuple[Any, Any]:
-    """The loss, and what else a function returns."""
-    result, state = _parted(result, subject)
-    if subject.has_aux and not (isinstance(result, (tuple, list)) and len(result) == 2):
+def _loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
+    if has_aux and not (isinstance(result, (tuple, list)) and len(result) == 2):
         raise AutocastTypeError(
             "diagnose(fn, has_aux=True) needs a function that returns a pair of the "
             f"loss and something else, got {_described(result)}"
         )
-    loss, aux = result if subject.has_aux else (result, ())
+    loss, aux = result if has_aux else (result, ())
     if not (_is_floating(loss) and loss.ndim == 0):
         raise AutocastError(
             "diagnose(fn, loss_scale=...) needs a function that returns a scalar loss "
             f"(with has_aux=True, first of a pair), got {_described(loss)}"
         )
-    return loss, (aux, state)
+    return loss, aux
 
 
 def _described(value: Any) -> str:
@@ -256,10 +254,7 @@ def _in_regions(program: Any, settings: Settings) -> Any:
     """A traced program in which some lines stand in a disabled region."""
     if not settings.regions:
         return program
-    region: AbstractContextManager[None] = regions.region(
-        replace(settings.options, enabled=False)
-    )
-    with region:
+    with regions.region(replace(settings.options, enabled=False)):
         mark = current_name_stack()
 
     def marked(value: Any) -> Any:
@@ -268,12 +263,10 @@ def _in_regions(program: Any, settings: Settings) -> Any:
             return value.replace(jaxpr=marked(value.jaxpr))
         if isinstance(value, Jaxpr):
             return value.replace(eqns=list(map(marked_equation, value.eqns)))
-        if isinstance(value, (tuple, list)) and any(map(is_program, value)):
+        held = value if isinstance(value, (tuple, list)) else ()
+        if any(isinstance(inner, (ClosedJaxpr, Jaxpr)) for inner in held):
             return type(value)(map(marked, value))
         return value
-
-    def is_program(value: Any) -> bool:
-        return isinstance(value, (ClosedJaxpr, Jaxpr))
 
     def marked_equation(eqn: Any) -> Any:
         location, info = origin.location(eqn), eqn.source_info
@@ -283,55 +276,3 @@ def _in_regions(program: Any, settings: Settings) -> Any:
         return eqn.replace(source_info=info, params=params)
 
     return marked(program)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A result of the program, or a gradient, in two runs.
-
-    Attributes:
-      label: what it is.
-      gradient: whether it is a gradient.
-      state: how far it is from float32's.
-      power: its sum of squares in float32.
-      shadow: it in float32.
-      producers: the outputs that it came from.
-    """
-
-    label: str
-    gradient: bool
-    state: State
-    power: float
-    shadow: Any = field(repr=False)
-    producers: frozenset[int] = frozenset()
-
-    @classmethod
-    def of(
-        cls,
-        label: str,
-        gradient: bool,
-        pair: Pair,
-        producers: frozenset[int] = frozenset(),
-    ) -> Outcome:
-        """Compares a result in two runs."""
-        shadow = np.asarray(pair.shadow)
-        finite = shadow[np.isfinite(shadow)].astype(np.float64)
-        power = float(np.sum(np.square(finite)))
-        return cls(label, gradient, state_of(pair), power, shadow, producers)
-
-    @property
-    def error(self) -> float:
-        """Its relative error; inf if it is not finite."""
-        state = self.state
-        return math.inf if state.overflowed or state.wild else state.error
-
-    @property
-    def mean(self) -> float:
-        """Its root mean square in float32."""
-        return math.sqrt(self.power / max(self.shadow.size, 1))
-
-    def against(self, computed: Any, factor: float) -> Outcome:
-        """What a program with another loss scale computed, beside the same float32."""
-        shadow = self.shadow * np.float32(factor if self.gradient else 1.0)
-        pair = Pair(np.asarray(computed), shadow)
-        return Outcome.of(self.label, self.gradient, pair)

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import CodeType
@@ -27,19 +27,13 @@ BROAD = 0.75
 
 @dataclass(frozen=True)
 class Change:
-    """One change of the settings.
+    """One change of the settings."""
 
-    Attributes:
-      kind: `'loss_scale'`, `'function'`, `'scope'`, `'primitive'`, `'region'` or
-        `'dtype'`.
-      value: the new scale or dtype, or what a rule or region is for.
-      reason: why, in words.
-      covers: whether it changes what computes an output.
-    """
-
+    # `'loss_scale'`, `'function'`, `'scope'`, `'primitive'`, `'region'` or `'dtype'`.
     kind: str
-    value: Any
-    reason: str = field(compare=False)
+    value: Any  # the new scale or dtype, or what a rule or region is for
+    reason: str = field(compare=False)  # why, in words
+    # Whether it changes what computes an output.
     covers: Callable[[Measured], bool] = field(compare=False)
 
     def apply(self, settings: Settings) -> Settings:
@@ -62,8 +56,11 @@ class Change:
 
 def changes_for(fault: Fault, examination: Examination) -> list[Change]:
     """Small changes that may cure a fault, in the order in which to try them."""
-    small = [rule for rule, share in _rules(fault, examination) if share <= BROAD]
-    regions = list(_regions(fault))
+    output = fault.measured
+    if output is None:
+        return []
+    small = [rule for rule, share in _rules(output, examination) if share <= BROAD]
+    regions = list(_regions(output))
     matmuls = [m for m in examination.measured if m.matmul]
 
     def reaches_further(rule: Change) -> bool:
@@ -74,7 +71,7 @@ def changes_for(fault: Fault, examination: Examination) -> list[Change]:
             for output in counted
         )
 
-    scales = list(_scales(fault, examination))
+    scales = list(_scales(output, examination))
     # A rule that reaches beyond the line comes after the region, and last a scale below
     # 1, which makes small gradients smaller.
     return [
@@ -86,8 +83,9 @@ def changes_for(fault: Fault, examination: Examination) -> list[Change]:
 
 def last_resorts(examination: Examination) -> list[Change]:
     """Changes that undo much of what autocast is for, or bring another dtype."""
-    first, options = examination.faults[0], examination.settings.options
-    found = [rule for rule, share in _rules(first, examination) if share > BROAD]
+    first, options = examination.faults[0].measured, examination.settings.options
+    rules = _rules(first, examination) if first else []
+    found = [rule for rule, share in rules if share > BROAD]
     # bfloat16 has fewer digits than float16: it cures no lack of precision.
     kinds = {fault.kind for fault in examination.faults}
     if options.dtype == FLOAT16 and "precision" not in kinds:
@@ -96,11 +94,8 @@ def last_resorts(examination: Examination) -> list[Change]:
     return found
 
 
-def _rules(fault: Fault, examination: Examination) -> list[tuple[Change, float]]:
-    """Rules for what a fault stands in, each with its share of what is in 16 bits."""
-    if fault.measured is None:
-        return []
-    output = fault.measured
+def _rules(output: Measured, examination: Examination) -> list[tuple[Change, float]]:
+    """Rules for what an output stands in, each with its share of what is in 16 bits."""
     narrowing = [m for m in examination.measured if narrow(m.dtype)]
     matmuls = [m for m in narrowing if m.matmul]
 
@@ -111,13 +106,13 @@ def _rules(fault: Fault, examination: Examination) -> list[tuple[Change, float]]
         return max(shares, default=0.0)
 
     local = [*_functions(output, examination.settings), *_scopes(output)]
-    rules = [*sorted(local, key=share), *_primitives(output, narrowing, matmuls)]
+    rules = [*sorted(local, key=share), *_primitives(output, narrowing)]
     return [(rule, share(rule)) for rule in rules]
 
 
-def _scales(fault: Fault, examination: Examination) -> Iterator[Change]:
+def _scales(output: Measured, examination: Examination) -> Iterator[Change]:
     window = scale_window(examination)
-    if window is None or fault.measured is None or not fault.measured.scaled:
+    if window is None or not output.scaled:
         return
     low, high = window
     middle = 2.0 ** round((math.log2(low) + math.log2(high)) / 2)
@@ -125,7 +120,7 @@ def _scales(fault: Fault, examination: Examination) -> Iterator[Change]:
     scale = high / HEADROOM if middle < 1 else min(middle, high / HEADROOM)
     if scale != examination.settings.loss_scale:
         reason = f"loss scales from {low:g} to {high:g} keep gradients in range"
-        yield Change("loss_scale", scale, reason, lambda output: output.scaled)
+        yield Change("loss_scale", scale, reason, lambda other: other.scaled)
 
 
 def _functions(output: Measured, settings: Settings) -> Iterator[Change]:
@@ -179,19 +174,14 @@ def _is_nameable(code: CodeType, diagnosed: CodeType | None) -> bool:
 def _dotted(code: CodeType) -> str:
     """The name by which a policy finds the function of a code object, if it can."""
     qualname = code.co_qualname.removesuffix(".__call__")
-    for module in _modules(code.co_filename):
+    for module, loaded in list(sys.modules.items()):
+        if module == "__main__" or "<locals>" in qualname:
+            continue
         name = f"{module}.{qualname}"
-        if "<locals>" not in name and Function(name, required=False).resolve() is code:
+        here = getattr(loaded, "__file__", None) == code.co_filename
+        if here and Function(name, required=False).resolve() is code:
             return name
     return qualname.rpartition("<locals>.")[2]
-
-
-def _modules(filename: str) -> list[str]:
-    return [
-        name
-        for name, module in list(sys.modules.items())
-        if getattr(module, "__file__", None) == filename and name != "__main__"
-    ]
 
 
 def _scopes(output: Measured) -> Iterator[Change]:
@@ -201,27 +191,23 @@ def _scopes(output: Measured) -> Iterator[Change]:
         def covers(other: Measured, path: tuple[str, ...] = path) -> bool:
             return other.scope[: len(path)] == path
 
-        reason = f"computes module {'/'.join(path)} in float32"
-        yield Change("scope", "/".join(path), reason, covers)
+        name = "/".join(path)
+        yield Change("scope", name, f"computes module {name} in float32", covers)
 
 
-def _primitives(
-    output: Measured, others: Sequence[Measured], matmuls: Sequence[Measured]
-) -> Iterator[Change]:
+def _primitives(output: Measured, others: list[Measured]) -> Iterator[Change]:
     """Primitives of the line; a cast that autocast inserted is one of its operation."""
-    names = dict.fromkeys(
-        other.primitive
-        for other in (output, *others)
-        if other.location == output.location
-        and other.primitive != "convert_element_type"
-    )
-    for name in names:
+    matmuls = {other.primitive for other in others if other.matmul}
+    on_line = [m for m in (output, *others) if m.location == output.location]
+    for name in dict.fromkeys(other.primitive for other in on_line):
+        if name == "convert_element_type":
+            continue
 
         def covers(other: Measured, name: str = name) -> bool:
             return other.primitive == name
 
         reason = f"computes every {name} in float32"
-        if matmuls and all(map(covers, matmuls)):
+        if matmuls == {name}:
             reason += (
                 "; that leaves no matmul in 16 bits, so that a change of "
                 f"{output.location or 'the program'} may be better"
@@ -229,8 +215,8 @@ def _primitives(
         yield Change("primitive", name, reason, covers)
 
 
-def _regions(fault: Fault) -> Iterator[Change]:
-    location = fault.measured.location if fault.measured else None
+def _regions(output: Measured) -> Iterator[Change]:
+    location = output.location
     if location is not None:
         line = (location.file, location.line)
         reason = f"computes {Path(location.file).name}:{location.line} in float32"

@@ -2,11 +2,16 @@
 
 What a jit, a checkpoint or a function with derivative rules holds is walked through
 where it stands, equation by equation. How often a loop runs and which branch is taken
-is decided in the run under autocast, for both.
+is decided in the run under autocast, for both. In the other run, 16-bit dtypes are
+widened to float32.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -17,87 +22,80 @@ from jax.extend.core import JaxprEqn, Literal, jaxpr_as_fun
 from jamp import _dtypes
 from jamp import _primitives as primitives
 from jamp._compat import scan_counts
-from jamp._diagnose.ledger import Ledger, Measured, Nesting, Tracked
-from jamp._diagnose.measure import Pair, is_measured, measure, state_of
-from jamp._diagnose.shadow import EXACTLY, as_pair, run_pair
-from jamp._equations import bind, equations
-from jamp._plan.equation import closed
+from jamp._diagnose.ledger import Ledger, Measured, Tracked
+from jamp._diagnose.measure import Pair, has_shadow, is_measured, measure, state_of
+from jamp._equations import (
+    bind,
+    bind_primitive,
+    closed,
+    equations,
+    holds_program,
+    read_by,
+)
+from jamp._lowerings.lower import lowering
+from jamp._tracing.regions import Scope
+
+# XLA may otherwise leave out the roundings that are to be measured.
+EXACTLY = {"xla_allow_excess_precision": False}
 
 Steps = dict[Hashable, Callable[..., list[Pair]]]
+Values = Sequence[Tracked]
 
 
 @dataclass(frozen=True)
 class Walk:
-    """One walk through a program.
+    """One walk through a program, or through one inside."""
 
-    Attributes:
-      steps: compiled equations, which several walks may share.
-      advance: called after each equation.
-      ledger: holds what is measured.
-      iteration: that of the loop around the program, if there is one.
-    """
+    steps: Steps  # compiled equations, which several walks may share
+    advance: Callable[[], object]  # called after each equation
+    ledger: Ledger  # holds what is measured
+    scope: Scope  # the named scopes around the program
+    callers: tuple[JaxprEqn, ...] = ()  # the equations that hold it, outermost first
+    iteration: int | None = None  # that of the loop around the program, if there is one
 
-    steps: Steps
-    advance: Callable[[], object]
-    ledger: Ledger
-    iteration: int | None = None
-
-    def entering(
-        self, pair: Pair, scaled: bool = False, producers: frozenset[int] = frozenset()
-    ) -> Tracked:
-        """A value that enters a program."""
-        measured = is_measured(jax.typeof(pair.computed))
-        return Tracked(pair, state_of(pair) if measured else None, scaled, producers)
-
-    def run(
-        self, program: Any, values: Sequence[Tracked], nesting: Nesting | None = None
-    ) -> list[Tracked]:
+    def run(self, program: Any, values: Values) -> list[Tracked]:
         """Runs a program on values, and measures its equations."""
-        nesting, program = nesting or Nesting(), closed(program)
+        program = closed(program)
         jaxpr = program.jaxpr
         env: dict[Any, Tracked] = dict(zip(jaxpr.invars, values, strict=True))
-        for var, const in zip(jaxpr.constvars, program.consts, strict=True):
-            env[var] = self.entering(as_pair(const))
+        consts = map(entering, map(as_pair, program.consts))
+        env.update(zip(jaxpr.constvars, consts, strict=True))
 
         def read(atom: Any) -> Tracked:
             if not isinstance(atom, Literal):
                 return env[atom]
-            literal = np.asarray(atom.val, _dtypes.dtype_of(atom))
-            return self.entering(as_pair(literal))
+            return entering(as_pair(np.asarray(atom.val, _dtypes.dtype_of(atom))))
 
         unused = _unused_after(jaxpr)
         for index, eqn in enumerate(jaxpr.eqns):
-            results = self._equation(eqn, list(map(read, eqn.invars)), nesting)
+            results = self._equation(eqn, list(map(read, eqn.invars)))
             env.update(zip(eqn.outvars, results, strict=True))
             for var in unused[index]:
                 env.pop(var, None)
         return list(map(read, jaxpr.outvars))
 
-    def _equation(
-        self, eqn: JaxprEqn, operands: Sequence[Tracked], nesting: Nesting
-    ) -> list[Tracked]:
+    def _equation(self, eqn: JaxprEqn, operands: Values) -> list[Tracked]:
         name = eqn.primitive.name
         if name in primitives.CALLS:
-            program = eqn.params[primitives.CALLS[name]]
-            return self.run(program, operands, nesting.enter(eqn))
-        runs = {"cond": self._cond, "scan": self._scan, "while": self._while}
-        if name in runs:
-            results = runs[name](eqn, operands, nesting.enter(eqn))
-        else:
-            results = self._plain(eqn, operands, nesting)
+            return self._inside(eqn).run(eqn.params[primitives.CALLS[name]], operands)
+        run = _RUNS.get(name, Walk._plain)
+        results = run(self, eqn, operands)
         if self.iteration is None:
             self.advance()
         return results
 
-    def _plain(
-        self, eqn: JaxprEqn, operands: Sequence[Tracked], nesting: Nesting
-    ) -> list[Tracked]:
+    def _inside(self, eqn: JaxprEqn) -> Walk:
+        """The walk through a program that an equation holds."""
+        scope = self.scope.enter(eqn.source_info.name_stack)
+        return replace(self, scope=scope, callers=(*self.callers, eqn))
+
+    def _plain(self, eqn: JaxprEqn, operands: Values) -> list[Tracked]:
         pairs = self._bind(eqn, [operand.pair for operand in operands])
         scaled = any(operand.scaled for operand in operands)
         states = [operand.state for operand in operands if operand.state is not None]
-        names = nesting.scope.enter(eqn.source_info.name_stack).names
+        names = self.scope.enter(eqn.source_info.name_stack).names
         scope = tuple(name for name in names if not _is_of_jax(name))
-        producers = frozenset().union(*(operand.producers for operand in operands))
+        producers = _producers(operands)
         values = []
         for var, pair in zip(eqn.outvars, pairs, strict=True):
             value = Tracked(pair, None, scaled, producers)
@@ -107,7 +105,7 @@ class Walk:
                     eqn=eqn,
                     dtype=_dtypes.dtype_of(var),
                     scope=scope,
-                    callers=nesting.callers,
+                    callers=self.callers,
                     scaled=scaled,
                     producers=producers,
                     statistics=statistics,
@@ -130,16 +128,12 @@ class Walk:
             )
         return self.steps[key](*operands)
 
-    def _cond(
-        self, eqn: JaxprEqn, operands: Sequence[Tracked], nesting: Nesting
-    ) -> list[Tracked]:
+    def _cond(self, eqn: JaxprEqn, operands: Values) -> list[Tracked]:
         index, branches = int(operands[0].pair.computed), eqn.params["branches"]
         taken = min(max(index, 0), len(branches) - 1)
-        return self.run(branches[taken], operands[1:], nesting)
+        return self._inside(eqn).run(branches[taken], operands[1:])
 
-    def _scan(
-        self, eqn: JaxprEqn, operands: Sequence[Tracked], nesting: Nesting
-    ) -> list[Tracked]:
+    def _scan(self, eqn: JaxprEqn, operands: Values) -> list[Tracked]:
         start, count = scan_counts(eqn.params)
         stop = start + count
         consts, carry, xs = operands[:start], operands[start:stop], operands[stop:]
@@ -147,68 +141,69 @@ class Walk:
         if eqn.params["reverse"]:
             indices = indices[::-1]
         rows: dict[int, list[Tracked]] = {}
+        inside = self._inside(eqn)
         for iteration, index in enumerate(indices):
-            slices = [
-                self.entering(_slice(x.pair, index), x.scaled, x.producers) for x in xs
-            ]
-            values = [*consts, *carry, *slices]
-            inner = replace(self, iteration=iteration)
-            results = inner.run(eqn.params["jaxpr"], values, nesting)
+            # With an ellipsis, NumPy gives an array of a vector's element too.
+            take = partial(jax.tree.map, itemgetter((index, ...)))
+            slices = [entering(take(x.pair), x.scaled, x.producers) for x in xs]
+            inner = replace(inside, iteration=iteration)
+            results = inner.run(eqn.params["jaxpr"], [*consts, *carry, *slices])
             carry = _carried(results[:count], operands[start:stop])
             rows[index] = results[count:]
         if not rows:
             # What is stacked then has no elements.
             arrays = bind(eqn, [operand.pair.computed for operand in operands])
-            ys = [self.entering(as_pair(array)) for array in arrays[count:]]
+            ys = [entering(as_pair(array)) for array in arrays[count:]]
         else:
             columns = zip(*(rows[index] for index in sorted(rows)), strict=True)
-            ys = [self._stacked(column) for column in columns]
-        return self._left([*carry, *ys], operands, nesting)
+            ys = [_stacked(column) for column in columns]
+        return inside._left([*carry, *ys], operands)
 
-    def _stacked(self, values: Sequence[Tracked]) -> Tracked:
-        """What a scan returns of the results of its iterations."""
-        pair = jax.tree.map(_stack, *(value.pair for value in values))
-        return self.entering(pair, any(value.scaled for value in values))
-
-    def _while(
-        self, eqn: JaxprEqn, operands: Sequence[Tracked], nesting: Nesting
-    ) -> list[Tracked]:
+    def _while(self, eqn: JaxprEqn, operands: Values) -> list[Tracked]:
         split, count = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         tested, consts = operands[:split], operands[split : split + count]
         first = carry = operands[split + count :]
         condition = jaxpr_as_fun(eqn.params["cond_jaxpr"])
-        iteration = 0
-        while (holds := _test(condition, tested, carry)).any():
-            inner = replace(self, iteration=iteration)
-            results = inner.run(eqn.params["body_jaxpr"], [*consts, *carry], nesting)
+        inside, iteration = self._inside(eqn), 0
+        while (holds := _test(condition, [*tested, *carry])).any():
+            inner = replace(inside, iteration=iteration)
+            results = inner.run(eqn.params["body_jaxpr"], [*consts, *carry])
             carry = _going_on(holds, _carried(results, first), carry)
             iteration += 1
-        return self._left(carry, operands, nesting)
+        return inside._left(carry, operands)
 
-    def _left(
-        self, results: Sequence[Tracked], operands: Sequence[Tracked], nesting: Nesting
-    ) -> list[Tracked]:
+    def _left(self, results: Values, operands: Values) -> list[Tracked]:
         """The results of a loop: all that is inside may have led to each of them."""
-        inside = self.ledger.inside(nesting)
-        producers = inside.union(*(operand.producers for operand in operands))
+        producers = self.ledger.inside(self.callers) | _producers(operands)
         return [result._replace(producers=producers) for result in results]
 
 
-def _test(
-    condition: Callable[..., Any], tested: Sequence[Tracked], carry: Sequence[Tracked]
-) -> np.ndarray[Any, Any]:
+_RUNS = {"cond": Walk._cond, "scan": Walk._scan, "while": Walk._while}
+
+
+def entering(
+    pair: Pair, scaled: bool = False, producers: frozenset[int] = frozenset()
+) -> Tracked:
+    """A value that enters a program."""
+    measured = is_measured(jax.typeof(pair.computed))
+    return Tracked(pair, state_of(pair) if measured else None, scaled, producers)
+
+
+def _producers(values: Iterable[Tracked]) -> frozenset[int]:
+    return frozenset[int]().union(*(value.producers for value in values))
+
+
+def _test(condition: Callable[..., Any], values: Values) -> Any:
     """Whether a loop goes on, for each member of a batch if it was batched."""
-    return np.asarray(condition(*(v.pair.computed for v in (*tested, *carry)))[0])
+    return np.asarray(condition(*(value.pair.computed for value in values))[0])
 
 
-def _going_on(
-    holds: np.ndarray[Any, Any], new: Sequence[Tracked], old: Sequence[Tracked]
-) -> list[Tracked]:
+def _going_on(holds: Any, new: Values, old: Values) -> list[Tracked]:
     """The carry of the members of a batch that go on, and the old one of the others."""
 
     def chosen(after: Any, before: Any) -> Any:
         mask = holds.reshape(holds.shape + (1,) * (after.ndim - holds.ndim))
-        return jax.numpy.where(mask, after, before)
+        return jnp.where(mask, after, before)
 
     if holds.all():
         return list(new)
@@ -218,19 +213,19 @@ def _going_on(
     ]
 
 
-def _slice(pair: Pair, index: int) -> Pair:
-    # With an ellipsis, NumPy gives an array of a vector's element too.
-    found: Pair = jax.tree.map(lambda array: array[index, ...], pair)
-    return found
+def _stacked(values: Values) -> Tracked:
+    """What a scan returns of the results of its iterations."""
+
+    def stack(*arrays: Any) -> Any:
+        # NumPy compiles nothing; it has no keys.
+        numpy_has = isinstance(arrays[0].dtype, np.dtype)
+        return np.stack(arrays) if numpy_has else jnp.stack(arrays)
+
+    pair = jax.tree.map(stack, *(value.pair for value in values))
+    return entering(pair, any(value.scaled for value in values))
 
 
-def _stack(*arrays: Any) -> Any:
-    # NumPy compiles nothing; it has no keys.
-    numpy_has = isinstance(arrays[0].dtype, np.dtype)
-    return np.stack(arrays) if numpy_has else jnp.stack(arrays)
-
-
-def _carried(results: Sequence[Tracked], first: Sequence[Tracked]) -> list[Tracked]:
+def _carried(results: Values, first: Values) -> list[Tracked]:
     """What the next iteration takes: as if it came from where the first one came.
 
     So no output leads to itself.
@@ -250,15 +245,12 @@ def _unused_after(jaxpr: Any) -> list[list[Any]]:
     """For each equation, the variables that nothing reads from then on."""
     last: dict[Any, int] = {}
     for index, eqn in enumerate(jaxpr.eqns):
-        last.update(dict.fromkeys(eqn.outvars, index))
-        atoms = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
-        last.update(dict.fromkeys(atoms, index))
-    for atom in jaxpr.outvars:
-        if not isinstance(atom, Literal):
-            last.pop(atom, None)
+        last.update(dict.fromkeys([*eqn.outvars, *read_by(eqn)], index))
     unused: list[list[Any]] = [[] for _ in jaxpr.eqns]
+    results = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
     for var, index in last.items():
-        unused[index].append(var)
+        if var not in results:
+            unused[index].append(var)
     return unused
 
 
@@ -269,3 +261,65 @@ def count_equations(program: Any) -> int:
         return eqn.primitive.name in primitives.CALLS
 
     return sum(not is_call(eqn) for eqn in equations(program, is_call))
+
+
+def run_pair(eqn: JaxprEqn, operands: Sequence[Pair]) -> list[Pair]:
+    """Runs an equation without inner programs, or one that cannot be looked into."""
+    computed = bind(eqn, [operand.computed for operand in operands])
+    shadowed = [has_shadow(var.aval) for var in eqn.outvars]
+    if not any(shadowed):
+        shadows = computed
+    elif eqn.effects:
+        # An equation with effects may run only once.
+        shadows = list(map(_widened, computed))
+    else:
+        shadows = _run_wide(eqn, operands)
+    return [
+        Pair(array, shadow if wanted else None)
+        for array, shadow, wanted in zip(computed, shadows, shadowed, strict=True)
+    ]
+
+
+def as_pair(array: Any) -> Pair:
+    """A value that enters the program, the same in both runs."""
+    return Pair(array, _widened(array) if has_shadow(jax.typeof(array)) else None)
+
+
+def _widened(array: Any) -> Any:
+    narrow = _dtypes.narrow(getattr(array, "dtype", None))
+    return _in_dtype(array, _dtypes.FLOAT32) if narrow else array
+
+
+def _in_dtype(array: Any, dtype: Any) -> Any:
+    return array if array.dtype == dtype else jax.lax.convert_element_type(array, dtype)
+
+
+def _run_wide(eqn: JaxprEqn, operands: Sequence[Pair]) -> list[Any]:
+    """The results of an equation in the run in float32."""
+    name, arrays = eqn.primitive.name, [operand.wide for operand in operands]
+    if name == "reduce_precision":
+        # It only rounds, as a cast to 16 bits would.
+        return arrays
+    dtypes = map(_dtypes.dtype_of, (*eqn.invars, *eqn.outvars))
+    if not any(map(_dtypes.narrow, dtypes)):
+        return bind(eqn, arrays)
+    if name in primitives.SCATTERS:
+        primitive, params = lowering(eqn, list(map(jax.typeof, arrays)), "cpu")
+        return bind_primitive(primitive, params, arrays)
+    if name in primitives.DTYPE_BOUND or holds_program(eqn):
+        # It runs only in the dtypes that it stands in.
+        narrowed = [
+            array if array is None else _in_dtype(array, operand.computed.dtype)
+            for array, operand in zip(arrays, operands, strict=True)
+        ]
+        return list(map(_widened, bind(eqn, narrowed)))
+    wide: dict[str, Any] = {
+        name: _dtypes.FLOAT32
+        for name, value in eqn.params.items()
+        if name.endswith(("dtype", "element_type"))
+        and value is not None
+        and _dtypes.narrow(np.dtype(value))
+    }
+    if name in primitives.MATMULS:
+        wide["precision"] = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
+    return bind(eqn, arrays, **wide)

@@ -38,11 +38,6 @@ class Context(NamedTuple):
         return self.scope.options
 
 
-def read_by(eqn: JaxprEqn) -> list[Var]:
-    """The variables that an equation reads."""
-    return [atom for atom in eqn.invars if not isinstance(atom, Literal)]
-
-
 class Environment:
     """Values of a program's variables."""
 

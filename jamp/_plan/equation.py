@@ -3,9 +3,10 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes
+from jamp._equations import closed
 from jamp._plan.casting import Caster
 from jamp._plan.context import Context, Environment
 from jamp._plan.plan import Bind, Plan, Structural
@@ -148,8 +149,3 @@ class Equation(NamedTuple):
     def note_operands(self) -> None:
         """Records the dtypes in which operands come."""
         self.caster.record.operands = tuple([v.dtype for v in self.operands])
-
-
-def closed(program: Any) -> Any:
-    """A program that an equation holds without constants, as a closed one."""
-    return program if hasattr(program, "consts") else ClosedJaxpr(program, ())

@@ -10,8 +10,9 @@ from jax.extend.core import JaxprEqn, jaxprs_in_params
 from jamp import _dtypes
 from jamp import _primitives as primitives
 from jamp._dtypes import FLOAT32, DType
+from jamp._equations import read_by
 from jamp._plan.casting import Caster
-from jamp._plan.context import Context, Environment, read_by
+from jamp._plan.context import Context, Environment
 from jamp._plan.equation import Planner
 from jamp._plan.plan import Float32Call, Plan
 from jamp._plan.precision import explicit_precision, holds_explicit_precision

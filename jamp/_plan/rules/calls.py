@@ -1,6 +1,7 @@
 """Calls: a jit stays one with its program planned anew; others dissolve into theirs."""
 
-from jamp._plan.equation import Equation, closed
+from jamp._equations import closed
+from jamp._plan.equation import Equation
 from jamp._plan.rules.registry import structural
 from jamp._plan.values import Value
 

@@ -1,6 +1,7 @@
 """shard_map: the body is planned anew; mesh and specs are kept."""
 
-from jamp._plan.equation import Equation, closed
+from jamp._equations import closed
+from jamp._plan.equation import Equation
 from jamp._plan.rules.registry import structural
 from jamp._plan.values import Value
 
