@@ -24,15 +24,10 @@ _LOW = frozenset(dtype.name for dtype in _dtypes.LOW_DTYPES)
 
 @dataclass(frozen=True)
 class Operation:
-    """One equation of a program, with how often it runs.
+    """One equation of a program, with how often it runs."""
 
-    Attributes:
-      record: what was decided for it.
-      times: the product of the lengths of the scans that it stands in.
-    """
-
-    record: Record
-    times: int = 1
+    record: Record  # what was decided for it
+    times: int = 1  # the product of the lengths of the scans that it stands in
 
     @cached_property
     def location(self) -> Location | None:
@@ -127,12 +122,9 @@ class Counted:
     the body of a while loop counts once, because nothing tells how often it runs, and
     of a conditional every branch counts. The insides of what autocast leaves alone,
     such as Pallas kernels, do not count.
-
-    Attributes:
-      operations: the equations, those of inner programs included.
     """
 
-    operations: tuple[Operation, ...]
+    operations: tuple[Operation, ...]  # the equations, those of inner programs included
 
     @property
     def matmuls(self) -> tuple[Operation, ...]:
@@ -186,17 +178,11 @@ class Counted:
 
 @dataclass(frozen=True)
 class Module(Counted):
-    """A module of the program, with all that stands in it.
+    """A module of the program, with all that stands in it."""
 
-    Attributes:
-      name: the last part of its path.
-      own: the operations that stand in none of its children.
-      children: the modules inside.
-    """
-
-    name: str
-    own: tuple[Operation, ...]
-    children: tuple[Module, ...]
+    name: str  # the last part of its path
+    own: tuple[Operation, ...]  # the operations that stand in none of its children
+    children: tuple[Module, ...]  # the modules inside
 
 
 def module_of(name: str, operations: tuple[Operation, ...], depth: int = 0) -> Module:

@@ -17,17 +17,11 @@ _CALLS = {"jit", "closed_call"}
 
 
 class Residual(NamedTuple):
-    """A buffer that the forward pass leaves for the backward pass.
-
-    Attributes:
-      shape: its shape.
-      dtype: its dtype.
-      eqn: the equation that made it.
-    """
+    """A buffer that the forward pass leaves for the backward pass."""
 
     shape: tuple[int, ...]
     dtype: DType
-    eqn: JaxprEqn
+    eqn: JaxprEqn  # the equation that made it
 
     @property
     def nbytes(self) -> int:
@@ -36,15 +30,10 @@ class Residual(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """What is kept between the forward and the backward pass, largest first.
+    """What is kept between the forward and the backward pass, largest first."""
 
-    Attributes:
-      autocast: under autocast.
-      as_written: of the function as it is written.
-    """
-
-    autocast: tuple[Residual, ...]
-    as_written: tuple[Residual, ...]
+    autocast: tuple[Residual, ...]  # under autocast
+    as_written: tuple[Residual, ...]  # of the function as it is written
 
 
 def bytes_by_dtype(residuals: Iterable[Residual]) -> dict[str, int]:

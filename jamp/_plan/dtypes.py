@@ -15,15 +15,11 @@ from jamp._policy.rules import Rule
 
 
 class Dtypes(NamedTuple):
-    """Dtypes for one equation.
+    """Dtypes for one equation."""
 
-    Attributes:
-      operands: the dtype for each operand; None leaves it as it is.
-      result: the dtype to which the results are rounded, if any.
-    """
-
+    # The dtype for each operand; None leaves it as it is.
     operands: tuple[DType | None, ...]
-    result: DType | None = None
+    result: DType | None = None  # the dtype to which the results are rounded, if any
 
 
 def choose(rule: Rule, eqn: JaxprEqn, operands: Sequence[Value], low: DType) -> Dtypes:

@@ -1,73 +1,76 @@
 """What a rule is handed: one equation, and all that it takes to plan it."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes
+from jamp._dtypes import DType
 from jamp._equations import closed
-from jamp._plan.casting import Caster
-from jamp._plan.context import Context, Environment
-from jamp._plan.plan import Bind, Plan, Structural
-from jamp._plan.records import InnerRecords, Ruling
+from jamp._plan.plan import Bind, Cast, Context, Plan, Structural
+from jamp._plan.records import Conversion, InnerRecords, Record
 from jamp._plan.values import Traits, Value
+from jamp._tracing.regions import Options
 
 
-class Planner(Protocol):
-    """What plans programs; see `jamp._plan.planner`."""
+class Caster:
+    """Plans the casts of one equation: made once, shared, and noted in its record."""
 
-    def inline(
-        self, program: Any, arguments: Sequence[Value], context: Context, plan: Plan
-    ) -> list[Value]:
-        """Plans a program as part of the one around it; returns its results."""
+    def __init__(self, record: Record, options: Options, plan: Plan):
+        self.record = record
+        self.options = options
+        self.plan = plan
 
-    def inner(
-        self,
-        program: Any,
-        operands: Sequence[Value],
-        context: Context,
-        hoisted: Iterable[int] = (),
-    ) -> Plan:
-        """Plans a program of its own, once for each combination of inputs."""
+    def cast(self, value: Value, dtype: DType) -> Value:
+        """The value in a dtype; cast once and shared, if sharing is on."""
+        if value.dtype == dtype:
+            return value
+        self.plan.changed = True
+        if value.constant is not None:
+            return value.constant_in(dtype)
+        if dtype in value.casts:
+            return value.casts[dtype]
+        share = self.options.cache_enabled
+        narrows = dtype.itemsize < value.dtype.itemsize
+        if share and narrows and value.slot is not None:
+            # The caller casts it, once for all that it is handed to.
+            result = self._target(value, dtype)
+            self.plan.extras[value.slot, dtype] = result
+        else:
+            self.note(value, dtype)
+            result = value.prepared.get(dtype) or self._target(value, dtype)
+            if dtype not in value.prepared:
+                self.plan.add(Cast((value,), (result,)))
+        if share:
+            value.casts[dtype] = result
+            if not narrows:
+                # Only the way back from a wider dtype loses nothing.
+                result.casts[value.dtype] = value
+        return result
 
-    def plan_equations(
-        self,
-        eqns: Sequence[JaxprEqn],
-        start: int,
-        env: Environment,
-        context: Context,
-        plan: Plan,
-    ) -> None:
-        """Plans equations, the first of which is number `start` of its program."""
+    def _target(self, value: Value, dtype: DType) -> Value:
+        traits = value.traits
+        if traits.probability and dtype in _dtypes.LOW_DTYPES:
+            traits = traits._replace(rounded=dtype)
+        return Value.of(value.aval, dtype, traits)
 
-    def plan_equation(
-        self,
-        eqn: JaxprEqn,
-        env: Environment,
-        context: Context,
-        plan: Plan,
-        user: Ruling | None = None,
-    ) -> None:
-        """Plans one equation."""
+    def note(self, value: Value, dtype: DType) -> None:
+        """Notes a cast, also where what takes the value makes it itself."""
+        self.plan.changed = True
+        self.record.casts.append(Conversion(value.dtype, dtype, value.aval.shape))
 
 
 class Equation(NamedTuple):
-    """An equation about to be planned.
+    """An equation about to be planned."""
 
-    Attributes:
-      planner: plans inner programs.
-      eqn: the equation as traced.
-      operands: its operands, in whatever dtypes they have by now.
-      context: what holds around it.
-      caster: plans its casts and notes them in its record.
-    """
-
-    planner: Planner
     eqn: JaxprEqn
-    operands: Sequence[Value]
-    context: Context
+    operands: Sequence[Value]  # its operands, in whatever dtypes they have by now
+    context: Context  # what holds around it
     caster: Caster
+    # Plan a closed program of its own, and one as part of the program around it.
+    plan_inner: Callable[[Any, Sequence[Value], Context, Iterable[int]], Plan]
+    plan_inline: Callable[[Any, Sequence[Value], Context, Plan], list[Value]]
 
     @property
     def plan(self) -> Plan:
@@ -75,14 +78,10 @@ class Equation(NamedTuple):
         return self.caster.plan
 
     def inner(
-        self,
-        program: Any,
-        operands: Sequence[Value],
-        *,
-        hoisted: Iterable[int] = (),
+        self, program: Any, operands: Sequence[Value], hoisted: Iterable[int] = ()
     ) -> Plan:
-        """Plans a program that the equation holds; see `Planner.inner`."""
-        return self.planner.inner(closed(program), operands, self.context, hoisted)
+        """Plans a program that the equation holds."""
+        return self.plan_inner(closed(program), operands, self.context, hoisted)
 
     def as_traced(self, traits: Sequence[Traits] = ()) -> list[Value]:
         """Binds the equation as it is; something may be known of its results."""
@@ -101,11 +100,8 @@ class Equation(NamedTuple):
     ) -> list[Value]:
         """Binds the equation with another program; as it is, if nothing changes.
 
-        Args:
-          inner: what is to run for its program.
-          operands: its operands, if they are others by now.
-          changed: whether more changes than the program.
-          kind: the primitive that it is emitted as, if it is another one.
+        `changed` is whether more changes than the program, `kind` the primitive that it
+        is emitted as, if it is another one.
         """
         self.note(inner)
         if not (inner.changed or changed):

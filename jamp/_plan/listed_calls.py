@@ -1,6 +1,6 @@
 """Calls of listed functions: what enters, what is computed inside, what leaves."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,58 +10,29 @@ from jax.extend.core import JaxprEqn, jaxprs_in_params
 from jamp import _dtypes
 from jamp import _primitives as primitives
 from jamp._dtypes import FLOAT32, DType
-from jamp._equations import read_by
-from jamp._plan.casting import Caster
-from jamp._plan.context import Context, Environment
-from jamp._plan.equation import Planner
-from jamp._plan.plan import Float32Call, Plan
-from jamp._plan.precision import explicit_precision, holds_explicit_precision
-from jamp._plan.recomputation import recomputable, runs_in_float32
-from jamp._plan.records import (
-    Conversion,
-    Entry,
-    InnerRecords,
-    Origin,
-    Record,
-    Ruling,
-    originals,
-)
-from jamp._plan.values import Traits, Value
+from jamp._equations import nested, read_by
+from jamp._plan.equation import Caster
+from jamp._plan.plain import explicit_precision
+from jamp._plan.plan import Context, Float32Call, Plan
+from jamp._plan.records import Entry, InnerRecords, Origin, Record, Ruling, originals
+from jamp._plan.values import Environment, Value
 from jamp._policy.functions import Function
 from jamp._policy.rules import Rule
 from jamp._tracing.regions import Options, Scope
 
-# Inside a call, these rules settle every equation.
-_FORCED = {
-    Rule.FLOAT32: Rule.FLOAT32,
-    Rule.INTERNAL_FLOAT32: Rule.FLOAT32,
-    Rule.PROMOTE: Rule.PROMOTE,
-    Rule.AS_TRACED: Rule.AS_TRACED,
-    Rule.BANNED: Rule.BANNED,
-}
-
 
 @dataclass(frozen=True, eq=False)
 class ListedCall:
-    """One call of a listed function, which its policy rules as a whole.
+    """One call of a listed function, which its policy rules as a whole."""
 
-    Attributes:
-      function: the policy's entry.
-      eqns: its equations, consecutive ones of their program.
-      start: the number of the first of them.
-      env: values of the program.
-      context: what holds around the call.
-      scope: the named scopes that the equations stand in.
-      plan: what the call becomes a part of.
-    """
-
-    function: Function
-    eqns: Sequence[JaxprEqn]
-    start: int
-    env: Environment
-    context: Context
-    scope: Scope
-    plan: Plan
+    function: Function  # the policy's entry
+    eqns: Sequence[JaxprEqn]  # its equations, consecutive ones of their program
+    start: int  # the number of the first of them
+    env: Environment  # values of the program
+    context: Context  # what holds around the call
+    scope: Scope  # the named scopes that the equations stand in
+    plan: Plan  # what the call becomes a part of
+    plan_inside: Callable[[Environment, Context], None]  # plans its equations
 
     @property
     def stop(self) -> int:
@@ -70,7 +41,6 @@ class ListedCall:
 
     @property
     def options(self) -> Options:
-        """The options in force."""
         return self.scope.options
 
     @cached_property
@@ -138,35 +108,33 @@ class ListedCall:
         return _dtypes.widest(v.dtype for v in values.values() if v.ndim == rank)
 
 
-def plan_listed_call(planner: Planner, call: ListedCall) -> None:
+def plan_listed_call(call: ListedCall) -> None:
     """Plans the equations of one call of a listed function."""
     rule, plan, eqns = call.ruling.rule, call.plan, call.eqns
+    # Inside, one rule settles every equation.
+    forced = Rule.FLOAT32 if rule is Rule.INTERNAL_FLOAT32 else rule
     inner = call.context._replace(inside=call.context.inside | {call.function})
     first, env = len(plan.entries), call.env
+    enter = Caster(Record(eqns[0], call.ruling, ()), call.options, plan)
     if rule is Rule.LOWER:
-        if holds_explicit_precision(eqns):
-            planner.plan_equations(eqns, call.start, env, inner, plan)
+        if _holds_explicit_precision(eqns):
+            call.plan_inside(env, inner)
             return
-        enter = _caster(call)
         with plan.source(eqns[0]):
             lowered = _lowered(call.entered, enter)
-        planner.plan_equations(eqns, call.start, env.overlay(lowered), inner, plan)
-        casts = enter.record.casts
-    elif _FORCED[rule] is Rule.FLOAT32 and runs_in_float32(eqns):
-        casts = _plan_in_float32(call)
+        call.plan_inside(env.overlay(lowered), inner)
+    elif forced is Rule.FLOAT32 and _runs_in_float32(eqns):
+        _plan_in_float32(call, enter)
     else:
-        casts = []
-        forced = call.ruling._replace(rule=_FORCED[rule])
-        inner = inner._replace(scope=call.scope, forced=forced)
-        for eqn in eqns:
-            planner.plan_equation(eqn, env, inner, plan)
+        ruling = call.ruling._replace(rule=forced)
+        call.plan_inside(env, inner._replace(forced=ruling))
     entries = plan.entries[first:]
     for record in originals(entries):
         if rule is not Rule.LOWER or record.ruling.function is None:
             record.ruling = call.ruling
     # Records of inner programs serve all their calls; these are of this call alone.
     records = [entry for entry in entries if isinstance(entry, Record)]
-    records[0].casts[:0] = casts
+    records[0].casts[:0] = enter.record.casts
     _settle(call, Caster(records[-1], call.options, plan))
     for record in records:
         record.returns = tuple(
@@ -175,9 +143,20 @@ def plan_listed_call(planner: Planner, call: ListedCall) -> None:
         )
 
 
-def _caster(call: ListedCall) -> Caster:
-    """What plans the casts of the values that enter a call."""
-    return Caster(Record(call.eqns[0], call.ruling, ()), call.options, call.plan)
+def _holds_explicit_precision(eqns: Sequence[JaxprEqn]) -> bool:
+    names = primitives.MATMULS
+    return any(explicit_precision(e) for e in nested(eqns) if e.primitive.name in names)
+
+
+def _runs_in_float32(eqns: Sequence[JaxprEqn]) -> bool:
+    """Whether all that autocast could cast in some equations is float32 as traced."""
+    atoms = (atom for eqn in nested(eqns) for atom in (*eqn.invars, *eqn.outvars))
+    return all(
+        dtype is None
+        or dtype == FLOAT32
+        or not (_dtypes.eligible(dtype) or _dtypes.is_float64(dtype))
+        for dtype in map(_dtypes.dtype_of, atoms)
+    )
 
 
 def _lowered(entering: dict[Any, Value], caster: Caster) -> dict[Any, Value]:
@@ -194,10 +173,12 @@ def _lowered(entering: dict[Any, Value], caster: Caster) -> dict[Any, Value]:
     }
 
 
-def _plan_in_float32(call: ListedCall) -> list[Conversion]:
+def _plan_in_float32(call: ListedCall, enter: Caster) -> None:
     """Plans a call that is float32 throughout, once its operands are."""
-    env, plan, enter = call.env, call.plan, _caster(call)
-    again = recomputable(call.eqns) and not call.context.linear
+    env, plan = call.env, call.plan
+    # The backward pass runs again what is cheap enough.
+    cheap = all(eqn.primitive.name in primitives.CHEAP for eqn in nested(call.eqns))
+    again = cheap and not call.context.linear
 
     def widened(value: Value) -> Value:
         inside = again and value.dtype in _dtypes.LOW_DTYPES and value.constant is None
@@ -220,11 +201,10 @@ def _plan_in_float32(call: ListedCall) -> list[Conversion]:
             if narrow is not None:
                 value.prepared[narrow.dtype] = narrow
             narrowed.append(narrow)
-        every = [*results, *(value for value in narrowed if value is not None)]
         plan.add(
             Float32Call(
                 operands,
-                every,
+                [*results, *(value for value in narrowed if value is not None)],
                 call.eqns,
                 call.invars,
                 call.outvars,
@@ -234,7 +214,6 @@ def _plan_in_float32(call: ListedCall) -> list[Conversion]:
         )
     env.bind(call.outvars, results)
     plan.entries.extend(_as_traced(call.eqns, call.ruling, call.context.scope))
-    return enter.record.casts
 
 
 def _wanted_next(call: ListedCall, var: Any) -> DType | None:
@@ -264,10 +243,9 @@ def _as_traced(
     """Records of equations that run as traced, and of the programs that they hold."""
     for eqn in eqns:
         inner = scope.enter(eqn.source_info.name_stack)
-        record = Record(eqn, ruling, inner.names)
-        record.operands = tuple(map(_dtypes.dtype_of, eqn.invars))
-        record.results = tuple(map(_dtypes.dtype_of, eqn.outvars))
-        yield record
+        operands = tuple(map(_dtypes.dtype_of, eqn.invars))
+        results = tuple(map(_dtypes.dtype_of, eqn.outvars))
+        yield Record(eqn, ruling, inner.names, operands, results)
         for program in jaxprs_in_params(eqn.params):
             yield InnerRecords(eqn, list(_as_traced(program.eqns, ruling, inner)))
 
@@ -287,10 +265,7 @@ def _settle(call: ListedCall, caster: Caster) -> None:
             with caster.plan.source(eqn):
                 settled = caster.cast(value, dtype)
             if probability:
-                settled = settled.knowing(_probability(settled.traits, dtype))
+                rounded = dtype if dtype in _dtypes.LOW_DTYPES else None
+                known = settled.traits._replace(probability=True, rounded=rounded)
+                settled = settled.knowing(known)
             call.env.bind([var], [settled])
-
-
-def _probability(traits: Traits, dtype: DType) -> Traits:
-    rounded = dtype if dtype in _dtypes.LOW_DTYPES else None
-    return traits._replace(probability=True, rounded=rounded)

@@ -1,28 +1,32 @@
 """Equations without inner programs: cast the operands, bind, round the result."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes
 from jamp import _primitives as primitives
-from jamp._compat import settings
+from jamp._compat import frames, settings
 from jamp._dtypes import FLOAT32, DType
 from jamp._equations import holds_program
+from jamp._plan import intervals
 from jamp._plan.dtypes import Dtypes, choose
-from jamp._plan.equation import Equation
+from jamp._plan.equation import Caster, Equation
 from jamp._plan.plan import Bind, Broadcast
-from jamp._plan.precision import explicit_precision
 from jamp._plan.records import Origin, Ruling
-from jamp._plan.traits import result_traits
-from jamp._plan.values import Value
+from jamp._plan.values import Traits, Value
+from jamp._policy.functions import code_of
 from jamp._policy.rules import Rule
 
 
 def plan_plain(equation: Equation) -> list[Value]:
     """Plans an equation that has no inner program."""
-    _, eqn, operands, context, caster = equation
+    eqn, operands, context, caster, *_ = equation
     ruling = caster.record.ruling
     if ruling.rule is not Rule.AS_TRACED and _bound_to_dtypes(eqn):
         ruling = caster.record.ruling = _opaque(eqn)
@@ -32,7 +36,7 @@ def plan_plain(equation: Equation) -> list[Value]:
 
 def plan_as_traced(equation: Equation) -> list[Value]:
     """Plans an equation in the dtypes it was traced in, whatever its rule."""
-    _, eqn, operands, context, caster = equation
+    eqn, operands, context, caster, *_ = equation
     caster.record.ruling = _opaque(eqn)
     dtypes = choose(Rule.AS_TRACED, eqn, operands, context.region.dtype)
     return cast_and_bind(equation, dtypes)
@@ -53,7 +57,7 @@ def _bound_to_dtypes(eqn: JaxprEqn) -> bool:
 
 def cast_and_bind(equation: Equation, dtypes: Dtypes) -> list[Value]:
     """Plans the casts of an equation's operands, the equation, and its rounding."""
-    _, eqn, operands, context, caster = equation
+    eqn, operands, context, caster, *_ = equation
     cast = [
         value if dtype is None else _operand(equation, value, dtype)
         for value, dtype in zip(operands, dtypes.operands, strict=True)
@@ -61,7 +65,7 @@ def cast_and_bind(equation: Equation, dtypes: Dtypes) -> list[Value]:
     used = tuple([value.dtype for value in cast])
     caster.record.operands = used
     traced = tuple(map(_dtypes.dtype_of, eqn.invars))
-    traits = result_traits(eqn, operands, used, caster)
+    traits = _result_traits(eqn, operands, used, caster)
     results = []
     for var, dtype in zip(eqn.outvars, result_dtypes(eqn, used, traced), strict=True):
         rounded = traits.probability and dtype in _dtypes.LOW_DTYPES
@@ -100,13 +104,7 @@ def _operand(equation: Equation, value: Value, dtype: DType) -> Value:
 def result_dtypes(
     eqn: JaxprEqn, used: Sequence[Any], traced: Sequence[Any]
 ) -> list[Any]:
-    """The dtypes of an equation's results.
-
-    Args:
-      eqn: the equation.
-      used: the dtypes of its operands.
-      traced: those with which it was traced.
-    """
+    """The dtypes of an equation's results, given those of its operands."""
     outs = [_dtypes.dtype_of(var) for var in eqn.outvars]
     name = eqn.primitive.name
     if used == traced:
@@ -123,3 +121,120 @@ def result_dtypes(
         found, _ = eqn.primitive.abstract_eval(*avals, **eqn.params)
     results = found if eqn.primitive.multiple_results else [found]
     return [getattr(aval, "dtype", None) for aval in results]
+
+
+def _result_traits(
+    eqn: JaxprEqn, operands: Sequence[Value], used: Sequence[Any], caster: Caster
+) -> Traits:
+    """What is known of an equation's results."""
+    name = eqn.primitive.name
+    rank = len(_dtypes.shape_of(eqn.outvars[0])) if eqn.outvars else 0
+    floats = [v for v in operands if v.eligible]
+    ruling = caster.record.ruling
+    interval = None
+    if ruling.rule is Rule.PROMOTE:
+        interval = intervals.propagate(eqn, [v.traits.interval for v in operands])
+    if name in primitives.MATMULS:
+        return Traits(rank=rank, product=all(d in _dtypes.LOW_DTYPES for d in used[:2]))
+    unsafe = caster.options.policy.unsafe
+    if any(name in u.of for u in unsafe):
+        return Traits(rank=rank, probability=True)
+    if name in primitives.MOVEMENT and floats:
+        source = floats[0].traits
+        return source._replace(
+            interval=interval, rank=_rank_after(eqn, source.rank, rank)
+        )
+    traits = Traits(interval, rank)
+    if unsafe and name in primitives.KEEPING_PROBABILITY:
+        firm = [v for v in floats if not v.follows]
+        if len(firm) == 1 and firm[0].traits.probability:
+            return traits._replace(probability=True, rounded=firm[0].traits.rounded)
+    return traits
+
+
+def _rank_after(eqn: JaxprEqn, before: int, ndim: int) -> int:
+    """Rank of a moved value, without the dimensions that moving it added."""
+    if eqn.primitive.name == "reshape":
+        old, new = map(_dtypes.shape_of, (eqn.invars[0], eqn.outvars[0]))
+        if [d for d in old if d != 1] != [d for d in new if d != 1]:
+            return ndim
+    return min(before, ndim)
+
+
+@cache
+def _explicit_codes() -> frozenset[int]:
+    casts = (jnp.astype, jax.lax.convert_element_type, jnp.asarray, jnp.array)
+    return frozenset(id(code_of(function)) for function in casts)
+
+
+def _is_explicit(eqn: JaxprEqn) -> bool:
+    """Whether the user asked for the cast, and not JAX's promotion of operands."""
+    found = frames(eqn)
+    return found is None or not _explicit_codes().isdisjoint(map(id, found[0]))
+
+
+def plan_convert(equation: Equation) -> list[Value]:
+    """Plans a cast of the traced program.
+
+    A cast that the user asked for is made. One that promotion inserted to widen an
+    operand is not: operands are promoted by the dtypes that they have by now.
+    """
+    eqn, (value,), _, caster, *_ = equation
+    new_dtype = eqn.params["new_dtype"]
+    rule = caster.record.ruling.rule
+    if rule is Rule.AS_TRACED or not _dtypes.eligible(new_dtype):
+        return plan_plain(equation)
+    target = np.dtype(new_dtype)
+    if not value.eligible:
+        (result,) = cast_and_bind(equation, Dtypes((None,)))
+        known = value.traits.interval
+        if value.dtype == np.bool_:
+            known = intervals.BOOLEAN
+        return [result.knowing(result.traits._replace(interval=known))]
+    caster.record.operands = (value.dtype,)
+    if rule is Rule.FLOAT32:
+        return [caster.cast(value, FLOAT32)]
+    traced = _dtypes.dtype_of(eqn.invars[0])
+    if traced.itemsize < target.itemsize and not _is_explicit(eqn):
+        caster.plan.changed = True
+        return [value]
+    if value.dtype == traced != target:
+        (result,) = cast_and_bind(equation, Dtypes((None,)))
+        if value.traits.interval is None:
+            return [result]
+        known = intervals.held(value.traits.interval, target)
+        return [result.knowing(value.traits._replace(interval=known))]
+    return [caster.cast(value, target)]
+
+
+def explicit_precision(eqn: JaxprEqn) -> bool:
+    """Whether the user asked for a precision: then it stays as traced.
+
+    That is a precision above the default, an algorithm, or a result wider than 16-bit
+    operands. What `jax_default_matmul_precision` gives to all products is not asked
+    for, and the same precision written at a call cannot be told from it.
+    """
+    precision: Any = eqn.params.get("precision")
+    given = precision if isinstance(precision, tuple) else (precision,)
+    if (
+        any(p not in (None, jax.lax.Precision.DEFAULT) for p in given)
+        and precision != _configured()
+    ):
+        return True
+    traced = [_dtypes.dtype_of(var) for var in eqn.invars[:2]]
+    preferred = eqn.params.get("preferred_element_type")
+    if preferred is None or not all(map(_dtypes.eligible, traced)):
+        return False
+    # Two 16-bit types meet at float32 by JAX's promotion, which nobody asked for.
+    return bool(np.dtype(preferred).itemsize > _dtypes.widest(traced).itemsize)
+
+
+def _configured() -> Any:
+    """What JAX makes of the precision that its configuration gives to all products."""
+    config: Any = jax.config
+    name = config.jax_default_matmul_precision
+    if name is None:
+        return None
+    if name in jax.lax.DotAlgorithmPreset.__members__:
+        return jax.lax.DotAlgorithmPreset[name]
+    return (jax.lax.Precision(name), jax.lax.Precision(name))

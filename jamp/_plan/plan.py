@@ -5,27 +5,42 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn
 
 from jamp._dtypes import DType
-from jamp._plan.context import Context
-from jamp._plan.records import Entry
+from jamp._plan.records import Entry, Ruling
 from jamp._plan.values import Traits, Value
+from jamp._policy.functions import Function
+from jamp._tracing.regions import Options, Scope
+
+
+class Context(NamedTuple):
+    """What holds around the equations being planned."""
+
+    scope: Scope  # named scopes and the region
+    # The ruling of the listed function they stand in, if it settles them.
+    forced: Ruling | None = None
+    # Listed functions whose own entries no longer count.
+    inside: frozenset[Function] = frozenset()
+    # Whether it is the program of a derivative, which JAX may transpose.
+    linear: bool = False
+    # Whether it is a derivative rule that is only asked whether it would change.
+    tried: bool = False
+
+    @property
+    def region(self) -> Options:
+        """The options in force."""
+        return self.scope.options
 
 
 @dataclass(frozen=True, eq=False)
 class Action:
-    """Something to bind.
+    """Something to bind."""
 
-    Attributes:
-      operands: the values that it takes.
-      results: the values that it makes.
-    """
-
-    operands: Sequence[Value]
-    results: Sequence[Value]
+    operands: Sequence[Value]  # the values that it takes
+    results: Sequence[Value]  # the values that it makes
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,112 +55,75 @@ class Broadcast(Action):
 
 @dataclass(frozen=True, eq=False)
 class Bind(Action):
-    """An equation without inner programs.
-
-    Attributes:
-      eqn: the equation as traced.
-      dtypes: those of its operands, if they are others than traced.
-      device_type: what the program is for.
-    """
+    """An equation without inner programs."""
 
     eqn: JaxprEqn
+    # Those of its operands, if they are others than traced.
     dtypes: tuple[Any, ...] | None
-    device_type: str
+    device_type: str  # what the program is for
 
 
 @dataclass(frozen=True, eq=False)
 class Float32Call(Action):
-    """Equations that run in the float32 that they were traced in, as one function.
+    """Equations that run in the float32 that they were traced in, as one function."""
 
-    Attributes:
-      eqns: the equations, all in the same named scopes.
-      invars: the variables that they read and do not make.
-      outvars: those of their results that are wanted.
-      narrowed: for each of `outvars` the value in a 16-bit dtype that is wanted too, if
-        any; these follow the others among the results.
-      device_type: what the program is for.
-    """
-
-    eqns: Sequence[JaxprEqn]
-    invars: Sequence[Any]
-    outvars: Sequence[Any]
+    eqns: Sequence[JaxprEqn]  # the equations, all in the same named scopes
+    invars: Sequence[Any]  # the variables that they read and do not make
+    outvars: Sequence[Any]  # those of their results that are wanted
+    # For each of `outvars` the value in a 16-bit dtype that is wanted too, if any;
+    # these follow the others among the results.
     narrowed: Sequence[Value | None]
-    device_type: str
+    device_type: str  # what the program is for
 
 
 @dataclass(frozen=True, eq=False)
 class Structural(Action):
-    """An equation that holds programs.
-
-    Attributes:
-      eqn: the equation as traced.
-      plans: what is to run for its programs.
-      context: what holds around it.
-      kind: the primitive that it is emitted as.
-    """
+    """An equation that holds programs."""
 
     eqn: JaxprEqn
-    plans: Sequence[Plan]
-    context: Context
-    kind: str
+    plans: Sequence[Plan]  # what is to run for its programs
+    context: Context  # what holds around it
+    kind: str  # the primitive that it is emitted as
 
     @property
     def slots(self) -> list[int]:
-        """What the last operands are casts of.
-
-        They are positions among the inputs of the last program, which takes the casts
-        as further inputs.
-        """
+        """Which inputs of the last program the last operands are casts of."""
         return [slot for slot, _ in self.plans[-1].extras]
 
     @property
     def dtypes(self) -> list[Any]:
-        """Dtypes of its results."""
         return [value.dtype for value in self.results]
 
 
 @dataclass(frozen=True)
 class Step:
-    """Actions that have one source.
+    """Actions that have one source."""
 
-    Attributes:
-      source: the equation that they stem from, and the calls around it that are gone.
-      actions: the actions.
-    """
-
+    # The equation that they stem from, and the calls around it that are gone.
     source: tuple[JaxprEqn, ...]
     actions: list[Action] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class Plan:
-    """What is to run for one program.
-
-    Attributes:
-      inputs: its inputs.
-      extras: further inputs: casts of inputs, by position and dtype.
-      results: its results.
-      steps: what is to be bound, in order.
-      entries: the records of what was decided.
-      changed: whether anything differs from the program as traced.
-    """
+    """What is to run for one program."""
 
     inputs: Sequence[Value]
+    # Further inputs: casts of inputs, by position and dtype.
     extras: dict[tuple[int, DType], Value] = field(default_factory=dict)
     results: Sequence[Value] = ()
-    steps: list[Step] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)  # what is to be bound, in order
+    # The records of what was decided.
     entries: list[Entry] = field(default_factory=list)
-    changed: bool = False
+    changed: bool = False  # whether anything differs from the program as traced
     _source: tuple[JaxprEqn, ...] = ()
 
     @property
     def dtypes(self) -> tuple[Any, ...]:
-        """Dtypes of its results."""
         return tuple([value.dtype for value in self.results])
 
     @property
     def traits(self) -> tuple[Traits, ...]:
-        """What is known of its results."""
         return tuple([value.traits for value in self.results])
 
     @contextmanager
@@ -157,7 +135,6 @@ class Plan:
         self._source = outer
 
     def add(self, action: Action) -> None:
-        """Adds an action."""
         if not self.steps or self.steps[-1].source is not self._source:
             self.steps.append(Step(self._source))
         self.steps[-1].actions.append(action)

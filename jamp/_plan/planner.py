@@ -1,13 +1,13 @@
-"""The loop over equations: which rule holds for each, and what becomes of it.
+"""The loop over equations: which rule holds for each, in the order of precedence.
 
 Equations that hold programs are left to `jamp._plan.rules`, calls of listed functions
-to `jamp._plan.listed_calls`; here stands the order of precedence.
+to `jamp._plan.listed_calls`.
 """
 
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,17 +15,13 @@ from jax.extend.core import JaxprEqn
 
 from jamp._compat import is_plain_array
 from jamp._errors import BannedOpError, JampWarning
-from jamp._plan.casting import Caster
-from jamp._plan.context import Context, Environment
-from jamp._plan.convert import plan_convert
-from jamp._plan.equation import Equation
+from jamp._plan.equation import Caster, Equation
 from jamp._plan.listed_calls import ListedCall, plan_listed_call
-from jamp._plan.plain import plan_as_traced, plan_plain
-from jamp._plan.plan import Plan
+from jamp._plan.plain import plan_as_traced, plan_convert, plan_plain
+from jamp._plan.plan import Context, Plan
 from jamp._plan.records import Origin, Record, Ruling
-from jamp._plan.rules import STRUCTURAL
-from jamp._plan.rules.registry import StructuralRule
-from jamp._plan.values import Value
+from jamp._plan.rules import STRUCTURAL, StructuralRule
+from jamp._plan.values import Environment, Value
 from jamp._policy.functions import Function
 from jamp._policy.policy import Policy
 from jamp._policy.rules import RECIPROCAL, Rule
@@ -34,12 +30,7 @@ from jamp._tracing.regions import Options, Scope
 
 
 def make_plan(program: Any, arrays: Sequence[Any], options: Options) -> Plan:
-    """Plans a traced program.
-
-    Args:
-      program: the closed jaxpr.
-      arrays: its inputs, or arrays like them: only their dtypes count.
-      options: the options of autocast.
+    """Plans a traced program, a closed jaxpr, for arrays of which only dtypes count.
 
     Raises:
       BannedOpError: the policy bans an operation of the program.
@@ -71,18 +62,13 @@ class _Entry(NamedTuple):
 
 @lru_cache(maxsize=256)
 def functions(policy: Policy, modules: int) -> Mapping[int, Function]:
-    """A policy's functions by the id of their code object.
-
-    Args:
-      policy: the policy.
-      modules: how many modules are imported: with more, more names can be resolved.
-    """
-    del modules
+    """A policy's functions by the id of their code object."""
+    del modules  # how many are imported: with more, more names can be resolved
     return {id(code): function for code, function in policy.function_codes.items()}
 
 
 class _Planner:
-    """Plans a program and those inside of it; see `jamp._plan.equation.Planner`."""
+    """Plans a program and those inside of it."""
 
     def __init__(self) -> None:
         self._inner: dict[Any, tuple[Plan, Any]] = {}
@@ -93,7 +79,8 @@ class _Planner:
         """Plans a closed jaxpr."""
         plan = Plan(inputs)
         plan.results = self.inline(program, inputs, context, plan)
-        plan.extras = dict(sorted(plan.extras.items(), key=lambda e: _order(*e[0])))
+        order = sorted(plan.extras, key=lambda extra: (extra[0], extra[1].name))
+        plan.extras = {extra: plan.extras[extra] for extra in order}
         # What comes in narrower may go out again without any equation having changed.
         plan.changed |= any(
             value.dtype != getattr(aval, "dtype", None)
@@ -108,14 +95,10 @@ class _Planner:
         context: Context,
         hoisted: Iterable[int] = (),
     ) -> Plan:
-        """Plans an inner program, once for each combination of inputs.
+        """Plans an inner program, once for the dtypes and traits of its inputs.
 
-        Args:
-          program: the closed jaxpr as traced.
-          operands: the inputs; only their dtypes and traits matter.
-          context: what holds around it.
-          hoisted: inputs whose narrowing casts are left to the caller, so that a value
-            that enters several programs, or a loop, is cast once.
+        The narrowing casts of `hoisted` inputs are left to the caller, so that a value
+        that enters several programs, or a loop, is cast once.
         """
         slots = frozenset(hoisted)
         known = tuple((value.dtype, value.traits) for value in operands)
@@ -138,10 +121,10 @@ class _Planner:
         consts = [Value(jax.typeof(const), known=const) for const in program.consts]
         env.bind(jaxpr.constvars, consts)
         env.bind(jaxpr.invars, arguments)
-        self.plan_equations(jaxpr.eqns, 0, env, context, plan)
+        self._plan_equations(jaxpr.eqns, 0, env, context, plan)
         return [env.read(var) for var in jaxpr.outvars]
 
-    def plan_equations(
+    def _plan_equations(
         self,
         eqns: Sequence[JaxprEqn],
         start: int,
@@ -152,14 +135,16 @@ class _Planner:
         """Plans equations, the first of which is number `start` of its program."""
         for group in self._calls(eqns, context):
             eqn, scope, user, call, _ = group[0]
-            if call is not None:
-                inside = tuple(entry.eqn for entry in group)
-                plan_listed_call(
-                    self,
-                    ListedCall(call.function, inside, start, env, context, scope, plan),
-                )
+            if call is None:
+                within = context._replace(scope=scope)
+                self._plan_equation(eqn, env, within, plan, user)
             else:
-                self.plan_equation(eqn, env, context._replace(scope=scope), plan, user)
+                own = tuple([entry.eqn for entry in group])
+                inside = partial(self._plan_equations, own, start, plan=plan)
+                listed = ListedCall(
+                    call.function, own, start, env, context, scope, plan, inside
+                )
+                plan_listed_call(listed)
             start += len(group)
 
     def _calls(
@@ -173,9 +158,6 @@ class _Planner:
                 yield group
                 group = []
             group.append(entry)
-            if entry.call is None:
-                yield group
-                group = []
         if group:
             yield group
 
@@ -205,7 +187,7 @@ class _Planner:
                 stacklevel=2,
             )
 
-    def plan_equation(
+    def _plan_equation(
         self,
         eqn: JaxprEqn,
         env: Environment,
@@ -239,18 +221,17 @@ class _Planner:
         self._callers.append(eqn)
         with plan.source(eqn):
             caster = Caster(record, context.region, plan)
-            results = rule(Equation(self, eqn, operands, context, caster))
+            results = rule(
+                Equation(eqn, operands, context, caster, self.inner, self.inline)
+            )
         self._callers.pop()
         record.results = tuple([v.dtype for v in results])
         env.bind(eqn.outvars, results)
 
     def _where(self, eqn: JaxprEqn) -> str:
         """The user's line that led to an equation, or to the call it is inside."""
-        for outer in (eqn, *reversed(self._callers)):
-            found = origin.location(outer)
-            if found is not None:
-                return str(found)
-        return "unknown location"
+        around = map(origin.location, (eqn, *reversed(self._callers)))
+        return str(next(filter(None, around), "unknown location"))
 
     def _check_unsafe(
         self, eqn: JaxprEqn, operands: Sequence[Value], policy: Policy
@@ -310,7 +291,3 @@ def _continues(group: Sequence[_Entry], entry: _Entry) -> bool:
     # Back at the first instruction: the call was made anew, as in a Python loop. What a
     # jitted function inlines has one and the same frames throughout.
     return entry.key != first.key or group[-1].key == first.key
-
-
-def _order(slot: int, dtype: Any) -> tuple[int, str]:
-    return slot, dtype.name

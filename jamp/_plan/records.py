@@ -33,20 +33,15 @@ class Origin(enum.Enum):
 
 
 class Ruling(NamedTuple):
-    """A rule, and where it came from.
-
-    Attributes:
-      rule: the rule.
-      origin: what gave it: a region with `enabled=False`, an entry of the policy, or,
-        where the policy's entry cannot hold, the equation itself.
-      entry: the pattern of a scope, the function, or the primitive's name.
-      policy: the policy's name.
-    """
+    """A rule, and where it came from."""
 
     rule: Rule
+    # What gave it: a region with `enabled=False`, an entry of the policy, or, where the
+    # policy's entry cannot hold, the equation itself.
     origin: Origin
+    # The pattern of a scope, the function, or the primitive's name.
     entry: str | Function = ""
-    policy: str = ""
+    policy: str = ""  # the policy's name
 
     @property
     def function(self) -> Function | None:
@@ -84,26 +79,17 @@ class Conversion(NamedTuple):
 
 @dataclass(slots=True)
 class Record:
-    """What was decided for one equation.
-
-    Attributes:
-      eqn: the equation as traced.
-      ruling: the rule that held, and where it came from.
-      scope: the user's named scopes around it, outermost first.
-      operands: dtypes of its operands as computed.
-      results: dtypes of its results, as computed.
-      returns: dtypes in which they leave the listed function that it is in, if any.
-      casts: conversions inserted for it.
-      caller: the call of the inner program that holds it, if it is in one.
-    """
+    """What was decided for one equation."""
 
     eqn: JaxprEqn
-    ruling: Ruling
-    scope: tuple[str, ...]
-    operands: tuple[Any, ...] = ()
-    results: tuple[Any, ...] = ()
+    ruling: Ruling  # the rule that held, and where it came from
+    scope: tuple[str, ...]  # the user's named scopes around it, outermost first
+    operands: tuple[Any, ...] = ()  # dtypes of its operands as computed
+    results: tuple[Any, ...] = ()  # dtypes of its results, as computed
+    # Dtypes in which they leave the listed function that it is in, if any.
     returns: tuple[Any, ...] = ()
-    casts: list[Conversion] = field(default_factory=list)
+    casts: list[Conversion] = field(default_factory=list)  # conversions inserted for it
+    # The call of the inner program that holds it, if it is in one.
     caller: JaxprEqn | None = None
 
     @property

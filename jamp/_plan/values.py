@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from jamp import _dtypes
 from jamp._compat import is_plain_array
@@ -17,52 +21,24 @@ _numbers = count()
 
 
 class Traits(NamedTuple):
-    """What is known of a value beside its dtype; hashable, so that it keys caches.
+    """What is known of a value beside its dtype; hashable, so that it keys caches."""
 
-    Attributes:
-      interval: bounds, if the value follows the dtype of others, because it is derived
-        from constants alone.
-      rank: its rank before broadcasting and the insertion of unit dimensions.
-      product: whether it is the direct result of a lowered matmul or convolution.
-      probability: whether it is the result of a sigmoid, a softmax or the like.
-      rounded: the 16-bit dtype to which such a probability was rounded.
-    """
-
+    # Bounds, if the value follows the dtype of others, because it is derived from
+    # constants alone.
     interval: Interval | None = None
-    rank: int = 0
+    rank: int = 0  # its rank before broadcasting and the insertion of unit dimensions
+    # Whether it is the direct result of a lowered matmul or convolution.
     product: bool = False
+    # Whether it is the result of a sigmoid, a softmax or the like.
     probability: bool = False
+    # The 16-bit dtype to which such a probability was rounded.
     rounded: DType | None = None
 
 
 class Value:
-    """One array of the program that a plan describes.
+    """One array of the program that a plan describes."""
 
-    Attributes:
-      number: stands for the array; two values of which different things are known may
-        be one array.
-      aval: its abstract value as traced, in the dtype that it is computed in.
-      dtype: that dtype; None for what has none, as a token.
-      eligible: whether autocast may cast it.
-      traits: what else is known of it.
-      casts: values of the array in other dtypes.
-      prepared: casts that are made with it and count once they are used.
-      slot: the position among the inputs of an inner program whose narrowing casts are
-        left to the caller.
-      known: the array itself, if it is a constant of the program.
-    """
-
-    __slots__ = (
-        "aval",
-        "casts",
-        "dtype",
-        "eligible",
-        "known",
-        "number",
-        "prepared",
-        "slot",
-        "traits",
-    )
+    __slots__ = "aval casts dtype eligible known number prepared slot traits".split()
 
     def __init__(
         self,
@@ -72,16 +48,21 @@ class Value:
         slot: int | None = None,
         known: Any = None,
     ):
+        # Two values of which different things are known may be one array: one number.
         self.number = next(_numbers)
-        self.aval = aval
+        self.aval = aval  # as traced, in the dtype that it is computed in
+        # None for what has none, as a token.
         self.dtype: DType = getattr(aval, "dtype", None)  # type: ignore[assignment]
-        # A reference holds floats and is none.
+        # Whether autocast may cast it. A reference holds floats and is none.
         self.eligible = is_plain_array(aval) and _dtypes.eligible(self.dtype)
         self.traits = traits or Traits(rank=getattr(aval, "ndim", 0))
-        self.casts: dict[DType, Value] = {}
+        self.casts: dict[DType, Value] = {}  # the array in other dtypes
+        # Casts that are made with it and count once they are used.
         self.prepared: dict[DType, Value] = {}
+        # The position among the inputs of an inner program whose narrowing casts are
+        # left to the caller.
         self.slot = slot
-        self.known = known
+        self.known = known  # the array itself, if it is a constant of the program
 
     @classmethod
     def of(cls, aval: Any, dtype: Any, traits: Traits | None = None) -> Value:
@@ -103,7 +84,6 @@ class Value:
 
     @property
     def ndim(self) -> int:
-        """Its rank."""
         return self.aval.ndim  # type: ignore[no-any-return]
 
     @property
@@ -124,3 +104,46 @@ class Value:
         number = np.asarray(self.constant).astype(dtype)[()]
         aval = _dtypes.in_dtype(self.aval, dtype)
         return Value(aval, self.traits, known=number)
+
+
+class Environment:
+    """Values of a program's variables."""
+
+    def __init__(self, jaxpr: Any) -> None:
+        self._values: dict[Var, Value] = {}
+        self._overlay: Mapping[Var, Value] = {}
+        self._eqns: Sequence[JaxprEqn] = jaxpr.eqns
+        self._readers: dict[Var, list[int]] = {}
+        read = [*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars]
+        for index, variables in enumerate(read):
+            for var in variables:
+                if not isinstance(var, Literal):
+                    self._readers.setdefault(var, []).append(index)
+
+    def read(self, var: Any) -> Value:
+        """The value of a variable or literal."""
+        if isinstance(var, Literal):
+            return Value.literal(var)
+        return self._overlay.get(var) or self._values[var]
+
+    def overlay(self, values: Mapping[Var, Value]) -> Environment:
+        """A view in which some variables read otherwise; it binds into this one."""
+        view = copy.copy(self)
+        view._overlay = {**self._overlay, **values}
+        return view
+
+    def bind(self, variables: Sequence[Any], values: Sequence[Value]) -> None:
+        """Gives values to variables."""
+        for var, value in zip(variables, values, strict=True):
+            self._values[var] = value
+
+    def used_from(self, var: Any, index: int) -> bool:
+        """Whether equation `index` or a later one, or the caller, reads a variable."""
+        return self._readers.get(var, [-1])[-1] >= index
+
+    def next_reader(self, var: Any, index: int) -> JaxprEqn | None:
+        """The first equation from number `index` on that reads a variable, if any."""
+        readers = self._readers.get(var, [])
+        place = bisect_left(readers, index)
+        found = readers[place] if place < len(readers) else len(self._eqns)
+        return self._eqns[found] if found < len(self._eqns) else None

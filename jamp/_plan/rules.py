@@ -1,0 +1,310 @@
+"""Rules for equations that hold programs: what becomes of the programs inside.
+
+A function with rules of its own for derivatives or batching is planned here. Its rule
+is traced, planned and run when it is differentiated or batched, by
+`jamp._emit.derivatives`: not before, because a function need not have one that works.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import accumulate
+from types import MappingProxyType
+from typing import Any
+
+import jax
+
+from jamp import _dtypes
+from jamp._compat import scan_counts
+from jamp._equations import closed
+from jamp._plan.derivative_rules import trace_jvp
+from jamp._plan.equation import Equation
+from jamp._plan.plan import Plan
+from jamp._plan.records import Conversion
+from jamp._plan.values import Traits, Value
+from jamp._tracing.regions import holds_region, tracing
+
+StructuralRule = Callable[[Equation], list[Value]]
+
+_rules: dict[str, StructuralRule] = {}
+
+STRUCTURAL: Mapping[str, StructuralRule] = MappingProxyType(_rules)
+
+
+def structural(*primitives: str) -> Callable[[StructuralRule], StructuralRule]:
+    """Registers what plans the equations of some primitives.
+
+    Raises:
+      ValueError: one of them has a rule already.
+    """
+
+    def register(rule: StructuralRule) -> StructuralRule:
+        for name in primitives:
+            if name in _rules:
+                raise ValueError(
+                    f"{name} has a rule already: {_rules[name].__qualname__}"
+                )
+            _rules[name] = rule
+        return rule
+
+    return register
+
+
+@structural("jit")
+def plan_jit(equation: Equation) -> list[Value]:
+    """Plans a jitted function; it keeps its name, donation, inlining and shardings."""
+    operands = equation.operands
+    slots = range(len(operands))
+    inner = equation.inner(equation.eqn.params["jaxpr"], operands, hoisted=slots)
+    return equation.calling(inner, [*operands, *equation.extras(operands, inner)])
+
+
+@structural("call", "closed_call", "eval_jaxpr", "remat_opt")
+def plan_call(equation: Equation) -> list[Value]:
+    """Plans a call that means no more than its program."""
+    params = equation.eqn.params
+    program = closed(params["call_jaxpr" if "call_jaxpr" in params else "fwd_jaxpr"])
+    equation.note_operands()
+    return equation.plan_inline(
+        program, equation.operands, equation.context, equation.plan
+    )
+
+
+@structural("shard_map")
+def plan_shard_map(equation: Equation) -> list[Value]:
+    """Plans a shard_map, whose body sees shards of its operands."""
+    program = closed(equation.eqn.params["jaxpr"])
+    shards = [
+        Value.of(aval, value.dtype)
+        for aval, value in zip(program.in_avals, equation.operands, strict=True)
+    ]
+    inner = equation.inner(program, shards)
+    equation.note(inner)
+    if not inner.changed:
+        return equation.as_traced()
+    return equation.add([inner], inner.dtypes)
+
+
+@structural("scan")
+def plan_scan(equation: Equation) -> list[Value]:
+    """Plans a scan; casts of what its iterations share stand outside it."""
+    params, operands = equation.eqn.params, equation.operands
+    num_consts, num_carry = scan_counts(params)
+    consts, carry = operands[:num_consts], operands[num_consts:][:num_carry]
+    slices = operands[num_consts + num_carry :]
+    avals = params["jaxpr"].in_avals[num_consts + num_carry :]
+    sliced = [
+        _stand_in(aval, value.dtype) for aval, value in zip(avals, slices, strict=True)
+    ]
+    # A cast that is made elsewhere has no transpose.
+    hoisted = range(0 if equation.context.linear else num_consts)
+
+    def body(carried: Sequence[Value]) -> Plan:
+        inputs = [*consts, *carried, *sliced]
+        return equation.inner(params["jaxpr"], inputs, hoisted=hoisted)
+
+    inner, settled = _settle(carry, body)
+    equation.note(inner)
+    if not inner.changed and _unchanged(carry, settled):
+        return equation.as_traced()
+    _note_casts(equation, inner, settled)
+    extras = equation.extras(consts, inner)
+    return equation.add(
+        [inner],
+        [*settled, *inner.dtypes[num_carry:]],
+        [*consts, *_in_dtypes(equation, carry, settled), *slices, *extras],
+    )
+
+
+@structural("while")
+def plan_while(equation: Equation) -> list[Value]:
+    """Plans a while loop."""
+    params, operands = equation.eqn.params, equation.operands
+    num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
+    cond_consts, rest = operands[:num_cond], operands[num_cond:]
+    body_consts, carry = rest[:num_body], rest[num_body:]
+
+    def body(carried: Sequence[Value]) -> Plan:
+        inputs = [*body_consts, *carried]
+        return equation.inner(params["body_jaxpr"], inputs, hoisted=range(num_body))
+
+    inner, settled = _settle(carry, body)
+    inputs = [*cond_consts, *_carried(carry, settled)]
+    test = equation.inner(params["cond_jaxpr"], inputs)
+    equation.note(test, inner)
+    if not (inner.changed or test.changed) and _unchanged(carry, settled):
+        return equation.as_traced()
+    extras = equation.extras(body_consts, inner)
+    _note_casts(equation, inner, settled)
+    return equation.add(
+        [test, inner],
+        settled,
+        [*cond_consts, *body_consts, *_in_dtypes(equation, carry, settled), *extras],
+    )
+
+
+@structural("cond")
+def plan_cond(equation: Equation) -> list[Value]:
+    """Plans a conditional or switch; its branches meet at the widest dtypes."""
+    inputs = equation.operands[1:]
+    programs = equation.eqn.params["branches"]
+    branches = [equation.inner(program, inputs) for program in programs]
+    equation.note(*branches)
+    if not any(branch.changed for branch in branches):
+        return equation.as_traced()
+    dtypes = [
+        _meet(options)
+        for options in zip(*(branch.dtypes for branch in branches), strict=True)
+    ]
+    for branch in branches:
+        _note_casts(equation, branch, dtypes)
+    return equation.add(branches, dtypes)
+
+
+def _note_casts(equation: Equation, inner: Plan, dtypes: Iterable[Any]) -> None:
+    """Notes the casts of a program's first results to dtypes."""
+    equation.caster.record.casts += [
+        Conversion(value.dtype, dtype, value.aval.shape)
+        for value, dtype in zip(inner.results, dtypes, strict=False)
+        if value.dtype != dtype
+    ]
+
+
+def _in_dtypes(
+    equation: Equation, values: Sequence[Value], dtypes: Sequence[Any]
+) -> list[Value]:
+    pairs = zip(values, dtypes, strict=True)
+    return [equation.caster.cast(value, dtype) for value, dtype in pairs]
+
+
+def _meet(dtypes: Sequence[Any]) -> Any:
+    floats = [dtype for dtype in dtypes if dtype is not None]
+    if floats and all(map(_dtypes.eligible, floats)):
+        return _dtypes.widest(floats)
+    return dtypes[0]
+
+
+def _settle(
+    carry: Sequence[Value], body: Callable[[Sequence[Value]], Plan]
+) -> tuple[Plan, list[Any]]:
+    """Finds the dtypes at which a loop's carry stays what it is.
+
+    They are those that iterating one by one would come to, from the dtypes that come
+    in; where it would go back and forth, the widest.
+    """
+    dtypes = [value.dtype for value in carry]
+    seen = [dtypes]
+    while True:
+        inner = body(_carried(carry, dtypes))
+        after = list(inner.dtypes[: len(carry)])
+        if after == dtypes:
+            return inner, dtypes
+        if after in seen or len(seen) > len(carry) + 1:
+            after = [_meet(options) for options in zip(dtypes, after, strict=True)]
+            if after == dtypes:
+                return inner, dtypes
+        dtypes = after
+        seen.append(dtypes)
+
+
+def _carried(carry: Sequence[Value], dtypes: Sequence[Any]) -> list[Value]:
+    """Stand-ins for a loop's carry in certain dtypes."""
+    pairs = zip(carry, dtypes, strict=True)
+    return [_stand_in(value.aval, dtype) for value, dtype in pairs]
+
+
+def _stand_in(aval: Any, dtype: Any) -> Value:
+    """A value of a type in another dtype, of which nothing else is known."""
+    return Value.of(aval, dtype, Traits(rank=getattr(aval, "ndim", 0)))
+
+
+def _unchanged(carry: Sequence[Value], dtypes: Sequence[Any]) -> bool:
+    return [value.dtype for value in carry] == list(dtypes)
+
+
+@structural("custom_jvp_call")
+def plan_custom_jvp(equation: Equation) -> list[Value]:
+    """Plans a custom_jvp function; its rule is kept and runs under the same policy."""
+    inner = equation.inner(equation.eqn.params["call_jaxpr"], equation.operands)
+    changed = inner.changed or _changes_rule(equation)
+    return equation.calling(inner, changed=changed)
+
+
+@structural("custom_vjp_call")
+def plan_custom_vjp(equation: Equation) -> list[Value]:
+    """Plans a custom_vjp function; its two rules are kept and run under the policy."""
+    inner = equation.inner(equation.eqn.params["call_jaxpr"], equation.operands)
+    # Whether its rules would change is known only once it is differentiated.
+    return equation.calling(inner, changed=True)
+
+
+@structural("custom_vmap_call")
+def plan_custom_vmap(equation: Equation) -> list[Value]:
+    """Plans a custom_vmap function; its rule is kept and runs under the same policy."""
+    inner = equation.inner(equation.eqn.params["call"], equation.operands)
+    return equation.calling(inner, changed=True)
+
+
+@structural("remat2")
+def plan_checkpoint(equation: Equation) -> list[Value]:
+    """Plans a checkpointed function; it recomputes in the dtypes of the first run."""
+    inner = equation.inner(equation.eqn.params["jaxpr"], equation.operands)
+    return equation.calling(inner)
+
+
+@structural("call_hi_primitive")
+def plan_hi_primitive(equation: Equation) -> list[Value]:
+    """Plans a primitive that expands into others; its derivative rule is kept."""
+    primitive: Any = equation.eqn.primitive
+    avals = [var.aval for var in equation.eqn.invars]
+    with tracing(equation.context.region):
+        expanded = jax.make_jaxpr(
+            lambda *arrays: primitive.to_lojax(*arrays, **equation.eqn.params)
+        )(*avals)
+    inner = equation.inner(expanded, equation.operands)
+    kind = "custom_vjp_call"
+    with suppress(NotImplementedError):
+        trace_jvp(equation.eqn, equation.context.region)
+        kind = "custom_jvp_call"
+    return equation.calling(inner, kind=kind)
+
+
+def _changes_rule(equation: Equation) -> bool:
+    """Whether a rule runs differently under the policy, although its function does not.
+
+    JAX traces the rule of an equation that stays as it is when it is differentiated,
+    outside of autocast, where a region would be an error.
+    """
+    context = equation.context
+    if context.forced is not None or context.tried:
+        return False
+    try:
+        program = trace_jvp(equation.eqn, context.region)
+    except Exception:  # noqa: BLE001 - for whoever differentiates to see
+        return True
+    inputs = [Value(aval) for aval in program.in_avals]
+    # A rule may call its own function.
+    trial = equation._replace(context=context._replace(tried=True))
+    return trial.inner(program, inputs).changed or holds_region(program)
+
+
+@structural("custom_linear_solve")
+def plan_linear_solve(equation: Equation) -> list[Value]:
+    """Plans a linear solve; right sides and solutions keep the dtypes as traced."""
+    eqn, operands, _, caster, *_ = equation
+    lengths, programs = eqn.params["const_lengths"], eqn.params["jaxprs"]
+    ends = list(accumulate(lengths))
+    sides = [
+        caster.cast(value, _dtypes.dtype_of(var)) if value.eligible else value
+        for value, var in zip(operands, eqn.invars, strict=True)
+    ][ends[-1] :]
+    inner: list[Plan] = []
+    for program, end, length in zip(programs, ends, lengths, strict=True):
+        if program is None:
+            continue
+        plan = equation.inner(program, [*operands[end - length : end], *sides])
+        _note_casts(equation, plan, map(_dtypes.dtype_of, program.jaxpr.outvars))
+        inner.append(plan)
+    equation.note(*inner)
+    dtypes = map(_dtypes.dtype_of, eqn.outvars)
+    taken = [*operands[: ends[-1]], *sides]
+    return equation.add(inner, dtypes, taken)
