@@ -14,11 +14,22 @@ import optax
 
 from jamp._autocast import as_written
 from jamp._errors import ScalerError, ScalerTypeError
+from jamp._loss_scaling.arguments import (
+    LARGEST,
+    LARGEST_COUNT,
+    any_of,
+    check_types,
+    instances,
+    new_scale_of,
+    refuse_float16,
+    saved_numbers,
+    scaled,
+    select,
+)
 from jamp.pallas_kernels import unscale_and_check
 
 _KEYS = "scale growth_factor backoff_factor growth_interval _growth_tracker".split()
 _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
-_LARGEST = float(np.finfo(np.float32).max)
 
 
 class ScalerState(NamedTuple):
@@ -71,7 +82,7 @@ class GradScaler:
 
     Raises:
       ScalerError: a value out of range.
-      ScalerTypeError: a device is given, as in torch.
+      ScalerTypeError: a value of the wrong type, or a device, as in torch.
     """
 
     device: InitVar[None] = None
@@ -91,15 +102,18 @@ class GradScaler:
                 "a jamp.GradScaler has no device, and takes its options by name, as in "
                 f"GradScaler(init_scale=1024.0): got {device!r}"
             )
+        check_types(vars(self))
         low, high = self.min_scale, self.max_scale
         positive = low is None or self.backoff_factor > 0
         for fine, problem in (
             (self.growth_factor > 1, "the growth factor must be > 1.0"),
             (self.backoff_factor < 1, "the backoff factor must be < 1.0"),
             (positive, "the backoff factor must be > 0.0"),
-            (abs(self.init_scale) <= _LARGEST, "init_scale must be finite in float32"),
+            (abs(self.init_scale) <= LARGEST, "init_scale must be finite in float32"),
             (self.growth_interval >= 0, "growth_interval must be >= 0"),
+            (self.growth_interval <= LARGEST_COUNT, "growth_interval must be an int32"),
             (self.hysteresis >= 1, "hysteresis must be >= 1"),
+            (self.hysteresis <= LARGEST_COUNT, "hysteresis must be an int32"),
             (low is None or low > 0, "min_scale must be > 0, or None"),
             (low is None or low <= self.init_scale, "init_scale is below min_scale"),
             (high is None or high >= self.init_scale, "init_scale is above max_scale"),
@@ -122,8 +136,7 @@ class GradScaler:
         Raises:
           ScalerTypeError: a leaf is no number, or the state is left out.
         """
-        if outputs is None:
-            raise ScalerTypeError("the state comes first: scaler.scale(state, loss)")
+        _check_state(state if outputs is not None else None, "scale(state, loss)")
         if not self.enabled:
             return outputs
         return scaled(state.scale, outputs)
@@ -144,6 +157,7 @@ class GradScaler:
         Raises:
           ScalerError: gradients are float16, because their parameters are.
         """
+        _check_state(state, "unscale(state, grads)")
         if not self.enabled:
             return grads, jnp.array(False)
         refuse_float16(grads, "Attempting to unscale FP16 gradients: the gradients")
@@ -162,16 +176,20 @@ class GradScaler:
         Args:
           state: the state before.
           found_inf: what `unscale` found, a bool[] or a pytree of several.
-          new_scale: a scale to set instead; the counters stay as they are.
+          new_scale: a scale to set instead; the counters stay as they are. Where a
+            JAX array is not positive and finite, which is known too late for an error,
+            the scale stays as it is too.
 
         Raises:
-          ScalerError: neither is given.
+          ScalerError: neither is given, or a new scale is not positive and finite.
+          ScalerTypeError: one of them has the wrong type.
         """
+        _check_state(state, "update(state, found_inf)")
         if not self.enabled:
             return state
         if new_scale is not None:
-            return state._replace(scale=_scale(new_scale))
-        found = _any(found_inf, "update")
+            return state._replace(scale=new_scale_of(state.scale, new_scale))
+        found = any_of(found_inf, "update")
         overflows = jnp.minimum(state.hysteresis_tracker + 1, self.hysteresis)
         backs_off = found & (overflows >= self.hysteresis)
         tracker = state.growth_tracker + 1
@@ -218,7 +236,12 @@ class GradScaler:
         Raises:
           ScalerError: the optimizer scales the loss itself, or found_inf is missing.
         """
-        del state
+        call = "step(state, tx, grads, found_inf, opt_state, params)"
+        _check_state(state, call)
+        if not isinstance(tx, optax.GradientTransformation):
+            raise ScalerTypeError(
+                f"the optimizer comes second: scaler.{call}; got {type(tx).__name__}"
+            )
         if instances(opt_state, ScalerState):
             raise ScalerError(
                 "the optimizer is one of jamp.dynamic_loss_scaling, which unscales and "
@@ -229,7 +252,7 @@ class GradScaler:
         stepped = (optax.apply_updates(params, updates), new_opt_state)
         if not self.enabled:
             return *stepped, jnp.array(True)
-        found = _any(found_inf, "step")
+        found = any_of(found_inf, "step")
         return *select(found, (params, opt_state), stepped), ~found
 
     def state_dict(self, state: ScalerState) -> dict[str, Any]:
@@ -239,6 +262,7 @@ class GradScaler:
         count of overflows in a row, which matters with `hysteresis`, is not in it: to
         resume exactly, save the state itself.
         """
+        _check_state(state, "state_dict(state)")
         if not self.enabled:
             return {}
         factors = self.growth_factor, self.backoff_factor, self.growth_interval
@@ -261,8 +285,14 @@ class GradScaler:
           has its factors and interval; and its state.
 
         Raises:
-          ScalerError: the dict is empty, lacks a key, or its scale is not finite.
+          ScalerError: the dict is empty, lacks a key, or has a value out of range.
+          ScalerTypeError: a value is no number, or an option is in the dict too.
         """
+        both = options.keys() & set(_KEYS) | options.keys() & {"init_scale"}
+        if both:
+            raise ScalerTypeError(
+                f"the state dict holds {', '.join(sorted(both))}: change it there"
+            )
         if not options.get("enabled", True):
             disabled = cls(**options)
             return disabled, disabled.init()
@@ -271,74 +301,27 @@ class GradScaler:
                 "The source state dict is empty, possibly because it was saved from a "
                 "disabled instance of GradScaler."
             )
-        missing = [key for key in _KEYS if key not in state_dict]
-        if missing:
-            raise ScalerError(
-                f"the state dict lacks {', '.join(map(repr, missing))}; a GradScaler's "
-                f"has {', '.join(map(repr, _KEYS))}"
-            )
-        scale, growth, backoff, interval, tracker = (state_dict[key] for key in _KEYS)
-        scale = float(scale)
         low, high = options.get("min_scale", cls.min_scale), options.get("max_scale")
+        numbers = saved_numbers(state_dict, _KEYS, negative=low is None)
+        scale, growth_factor, backoff_factor, interval, tracker = numbers
         scale = scale if low is None else max(scale, low)
         scale = scale if high is None else min(scale, high)
         scaler = cls(
             init_scale=scale,
-            growth_factor=float(growth),
-            backoff_factor=float(backoff),
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
             growth_interval=int(interval),
             **options,
         )
         return scaler, _state(scale, int(tracker))
 
 
-def scaled(scale: jax.Array, outputs: Any) -> Any:
-    """Every leaf times a scale; see `GradScaler.scale`."""
-
-    def times(leaf: Any) -> jax.Array:
-        if not is_number(leaf):
-            raise ScalerTypeError(
-                f"outputs must be arrays or numbers, got {type(leaf).__name__}"
-            )
-        array = jnp.asarray(leaf)
-        inexact = jnp.issubdtype(array.dtype, jnp.inexact)
-        # Not promoted: float8 has no implicit promotion.
-        wide = array.dtype if inexact and array.dtype.itemsize >= 4 else jnp.float32
-        keeps = inexact and array.ndim > 0
-        return (array.astype(wide) * scale).astype(array.dtype if keeps else wide)
-
-    return jax.tree.map(times, outputs)
-
-
-def is_number(leaf: Any) -> bool:
-    """Whether a value is an array or number that can be scaled."""
-    if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float)):
-        return False
-    dtype = getattr(leaf, "dtype", np.dtype(type(leaf)))
-    return any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_))
-
-
-def refuse_float16(tree: Any, what: str) -> None:
-    """Raises if a tree, which the message calls `what`, has float16 leaves."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    paths = [
-        jax.tree_util.keystr(path)
-        for path, leaf in leaves
-        if getattr(leaf, "dtype", None) == jnp.float16
-    ]
-    if paths:
-        shown = ", ".join(paths[:5]) + (" ..." if len(paths) > 5 else "")
-        # A tree that is one array has no path.
-        where = f" at {shown}" if shown else ""
-        raise ScalerError(
-            f"{what}{where} are float16: keep the parameters in float32 and let "
-            "jamp.autocast cast them where they are used"
+def _check_state(state: Any, call: str) -> None:
+    if not isinstance(state, ScalerState):
+        raise ScalerTypeError(
+            f"the state comes first: scaler.{call}, with what scaler.init() or update "
+            f"returned; got {type(state).__name__}"
         )
-
-
-def select(which: jax.Array, first: Any, second: Any) -> Any:
-    """The first tree where a flag is set, else the second, element by element."""
-    return jax.tree.map(lambda a, b: jnp.where(which, a, b), first, second)
 
 
 def _product(scale: jax.Array, factor: float) -> jax.Array:
@@ -356,28 +339,3 @@ def _state(scale: float, tracker: int) -> ScalerState:
         growth_tracker=jnp.asarray(tracker, jnp.int32),
         hysteresis_tracker=jnp.zeros((), jnp.int32),
     )
-
-
-def _scale(value: Any) -> jax.Array:
-    if isinstance(value, (int, float)) and not math.isfinite(value):
-        raise ScalerError(f"new_scale must be finite, got {value}")
-    array = jnp.asarray(value, jnp.float32)
-    if array.ndim:
-        raise ScalerError(f"new_scale must be a scalar, got an array of {array.shape}")
-    return array
-
-
-def instances(tree: Any, kinds: type | tuple[type, ...]) -> list[Any]:
-    """The nodes of a tree, outermost only, that are of certain classes."""
-    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kinds))
-    return [leaf for leaf in leaves if isinstance(leaf, kinds)]
-
-
-def _any(found_inf: Any, method: str) -> jax.Array:
-    flags = [jnp.asarray(flag, bool).any() for flag in jax.tree.leaves(found_inf)]
-    if not flags:
-        raise ScalerError(
-            f"No inf checks were recorded prior to {method}: give it the found_inf "
-            "that unscale returned" + (", or a new_scale" if method == "update" else "")
-        )
-    return jnp.stack(flags).any()

@@ -12,15 +12,14 @@ import optax
 
 from jamp._autocast import as_written
 from jamp._errors import ScalerError, ScalerTypeError
-from jamp._loss_scaling.scaler import (
-    GradScaler,
-    ScalerState,
+from jamp._loss_scaling.arguments import (
     instances,
     is_number,
     refuse_float16,
     scaled,
     select,
 )
+from jamp._loss_scaling.scaler import GradScaler, ScalerState
 from jamp._tracing import nnx_modules
 from jamp.pallas_kernels import unscale_and_check
 
@@ -84,7 +83,8 @@ def dynamic_loss_scaling(
       arguments on; one named `grad` is unscaled first.
 
     Raises:
-      ScalerError: `init` got float16 parameters, or `update` float16 gradients.
+      ScalerError: `init` got float16 parameters, or `update` float16 gradients; or, at
+        `init`, something in `inner` scales losses too.
       ScalerTypeError: `inner` is no optimizer, or `scaler` no `GradScaler`.
     """
     if isinstance(inner, optax.MultiSteps):
@@ -117,13 +117,19 @@ class _LossScaling:
         """The state for these parameters."""
         if self.scaler.enabled:
             refuse_float16(params, "the parameters")
+        inner_state = self.inner.init(params)
+        if instances(inner_state, (DynamicLossScalingState, ScalerState)):
+            raise ScalerError(
+                "dynamic_loss_scaling of an optimizer that scales losses itself would "
+                "unscale gradients twice: leave one of the two out"
+            )
         return DynamicLossScalingState(
             scaler_state=self.scaler.init(),
             last_step_skipped=jnp.array(False),
             skipped_steps=jnp.zeros((), jnp.int32),
             total_steps=jnp.zeros((), jnp.int32),
             overflowed=jnp.array(False),
-            inner_state=self.inner.init(params),
+            inner_state=inner_state,
         )
 
     @as_written

@@ -1,0 +1,141 @@
+"""Arguments of loss scaling: what is checked of numbers, flags and trees of them."""
+
+from numbers import Integral, Real
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jamp._errors import ScalerError, ScalerTypeError
+
+LARGEST = float(np.finfo(np.float32).max)
+LARGEST_COUNT = int(np.iinfo(np.int32).max)
+
+
+def check_types(options: dict[str, Any]) -> None:
+    """Raises for an option of a scaler that has the wrong type."""
+    for name, value in options.items():
+        optional = name in ("min_scale", "max_scale") and value is None
+        if name == "enabled":
+            kind, fine = "True or False", isinstance(value, bool | np.bool_)
+        elif name in ("growth_interval", "hysteresis"):
+            kind, fine = "an int", isinstance(value, Integral)
+        else:
+            kind, fine = "a Python number", optional or isinstance(value, Real)
+        if not fine or (name != "enabled" and isinstance(value, bool)):
+            raise ScalerTypeError(f"{name} must be {kind}, got {value!r}")
+
+
+def saved_numbers(saved: Any, keys: list[str], negative: bool) -> list[float]:
+    """The numbers under the keys of a state dict; whether torch's negative ones too."""
+    missing = [key for key in keys if key not in saved]
+    if missing:
+        raise ScalerError(
+            f"the state dict lacks {', '.join(map(repr, missing))}; a GradScaler's "
+            f"has {', '.join(map(repr, keys))}"
+        )
+    numbers = {}
+    for key in keys:
+        try:
+            numbers[key] = float(saved[key])
+        except (TypeError, ValueError) as error:
+            raise ScalerTypeError(
+                f"{key!r} of the state dict must be a number, got {saved[key]!r}"
+            ) from error
+        if key in ("growth_interval", "_growth_tracker"):
+            fits = 0 <= numbers[key] <= LARGEST_COUNT and numbers[key].is_integer()
+        else:
+            fits = negative or not numbers[key] < 0
+        if not fits:
+            raise ScalerError(
+                f"{key!r} of the state dict is out of range: {saved[key]!r}"
+            )
+    return list(numbers.values())
+
+
+def new_scale_of(old: jax.Array, value: Any) -> jax.Array:
+    """A scale to set, or the old one where an array on a device holds none."""
+    if not is_number(value):
+        raise ScalerTypeError(f"new_scale must be a number, got {value!r}")
+    if np.ndim(value):
+        raise ScalerError(f"new_scale must be a scalar, got an array of {value.shape}")
+    if not isinstance(value, jax.Array):
+        if not 0 < value <= LARGEST:
+            raise ScalerError(
+                f"new_scale must be positive and finite in float32, got {value}"
+            )
+        return jnp.asarray(value, jnp.float32)
+    array = value.astype(jnp.float32)
+    return jnp.where((array > 0) & jnp.isfinite(array), array, old)
+
+
+def any_of(found_inf: Any, method: str) -> jax.Array:
+    """Whether one of the flags that a method of a scaler got is set."""
+    flags = jax.tree.leaves(found_inf)
+    if not flags:
+        raise ScalerError(
+            f"No inf checks were recorded prior to {method}: give it the found_inf "
+            "that unscale returned" + (", or a new_scale" if method == "update" else "")
+        )
+    for flag in flags:
+        if not is_number(flag):
+            raise ScalerTypeError(
+                f"found_inf must be what unscale returned, got {type(flag).__name__}"
+            )
+    return jnp.stack([jnp.asarray(flag, bool).any() for flag in flags]).any()
+
+
+def scaled(scale: jax.Array, outputs: Any) -> Any:
+    """Every leaf times a scale; see `GradScaler.scale`."""
+
+    def times(leaf: Any) -> jax.Array:
+        if not is_number(leaf):
+            raise ScalerTypeError(
+                f"outputs must be arrays or numbers, got {type(leaf).__name__}"
+            )
+        array = jnp.asarray(leaf)
+        inexact = jnp.issubdtype(array.dtype, jnp.inexact)
+        # Not promoted: float8 has no implicit promotion.
+        wide = array.dtype if inexact and array.dtype.itemsize >= 4 else jnp.float32
+        keeps = inexact and array.ndim > 0
+        return (array.astype(wide) * scale).astype(array.dtype if keeps else wide)
+
+    return jax.tree.map(times, outputs)
+
+
+def is_number(leaf: Any) -> bool:
+    """Whether a value is an array or number that can be scaled."""
+    if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float)):
+        return False
+    dtype = getattr(leaf, "dtype", np.dtype(type(leaf)))
+    return any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_))
+
+
+def refuse_float16(tree: Any, what: str) -> None:
+    """Raises if a tree, which the message calls `what`, has float16 leaves."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    paths = [
+        jax.tree_util.keystr(path)
+        for path, leaf in leaves
+        if getattr(leaf, "dtype", None) == jnp.float16
+    ]
+    if paths:
+        shown = ", ".join(paths[:5]) + (" ..." if len(paths) > 5 else "")
+        # A tree that is one array has no path.
+        where = f" at {shown}" if shown else ""
+        raise ScalerError(
+            f"{what}{where} are float16: keep the parameters in float32 and let "
+            "jamp.autocast cast them where they are used"
+        )
+
+
+def select(which: jax.Array, first: Any, second: Any) -> Any:
+    """The first tree where a flag is set, else the second, element by element."""
+    return jax.tree.map(lambda a, b: jnp.where(which, a, b), first, second)
+
+
+def instances(tree: Any, kinds: type | tuple[type, ...]) -> list[Any]:
+    """The nodes of a tree, outermost only, that are of certain classes."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kinds))
+    return [leaf for leaf in leaves if isinstance(leaf, kinds)]

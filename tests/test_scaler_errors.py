@@ -1,0 +1,153 @@
+"""What the scaler is given is checked before it spoils a scale."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from scaler_reference import bits, same, state_of
+
+import jamp
+from jamp import GradScaler, ScalerError, ScalerTypeError
+
+W = jnp.array([1.0, 2.0])
+SGD = optax.sgd(0.1)
+SAVED = GradScaler().state_dict(state_of(8.0))
+
+OPTIONS = {
+    "init_scale": ["8", None, True, jnp.float32(8)],
+    "growth_factor": ["2", [2.0]],
+    "backoff_factor": [None],
+    "growth_interval": [2000.0, "7", True],
+    "hysteresis": [1.5],
+    "min_scale": ["1"],
+    "max_scale": [(1.0,)],
+    "enabled": [1, "no"],
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_of_the_wrong_type_is_named(name):
+    for value in OPTIONS[name]:
+        with pytest.raises(ScalerTypeError, match=f"^{name} must be .*, got "):
+            GradScaler(**{name: value})
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64, np.int32, int])
+def test_an_option_may_be_any_number_that_python_can_read(kind):
+    assert GradScaler(init_scale=kind(8)).init().scale == 8
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({"growth_interval": 2**31}, "growth_interval must be an int32"),
+        ({"hysteresis": 2**31}, "hysteresis must be an int32"),
+    ],
+)
+def test_what_would_fail_at_an_update_fails_at_once(config, problem):
+    with pytest.raises(ScalerError, match=problem):
+        GradScaler(**config)
+    largest = GradScaler(growth_interval=2**31 - 1, hysteresis=2**31 - 1)
+    assert same(largest.update(state_of(8.0), False), state_of(8.0, 1))
+
+
+@pytest.mark.parametrize("scale", [1e39, math.inf, math.nan, -4.0, 0.0, np.float32(-1)])
+def test_a_new_scale_is_positive_and_finite(scale):
+    with pytest.raises(ScalerError, match="positive and finite in float32, got"):
+        GradScaler().update(state_of(8.0), new_scale=scale)
+
+
+@pytest.mark.parametrize("scale", [math.inf, math.nan, -4.0, 0.0])
+def test_a_new_scale_on_a_device_that_is_not_positive_and_finite_changes_nothing(scale):
+    update = jax.jit(lambda new: GradScaler().update(state_of(8.0, 3), False, new))
+    assert same(update(jnp.float32(scale)), state_of(8.0, 3))
+    assert bits(update(jnp.float32(5)).scale) == bits(jnp.float32(5))
+
+
+@pytest.mark.parametrize("flag", ["yes", object(), [W, "no"]])
+def test_a_flag_that_is_no_number_is_refused(flag):
+    message = "found_inf must be what unscale returned, got"
+    with pytest.raises(ScalerTypeError, match=message):
+        GradScaler().update(state_of(8.0), flag)
+    with pytest.raises(ScalerTypeError, match=message):
+        GradScaler().step(state_of(8.0), SGD, W, flag, SGD.init(W), W)
+
+
+def test_a_new_scale_that_is_no_number_is_refused():
+    with pytest.raises(ScalerTypeError, match="new_scale must be a number, got '8'"):
+        GradScaler().update(state_of(8.0), new_scale="8")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "error"),
+    [
+        ("scale", -8.0, ScalerError),
+        ("scale", "large", ScalerTypeError),
+        ("growth_factor", None, ScalerTypeError),
+        ("backoff_factor", -0.5, ScalerError),
+        ("growth_interval", 2.5, ScalerError),
+        ("growth_interval", 2**31, ScalerError),
+        ("_growth_tracker", -1, ScalerError),
+        ("_growth_tracker", math.nan, ScalerError),
+    ],
+)
+def test_a_saved_value_out_of_range_is_named(key, value, error):
+    with pytest.raises(error, match=f"^'{key}' of the state dict "):
+        GradScaler.load_state_dict(SAVED | {key: value})
+
+
+@pytest.mark.parametrize("name", ["growth_interval", "init_scale"])
+def test_an_option_that_a_state_dict_holds_is_changed_there(name):
+    with pytest.raises(ScalerTypeError, match=f"the state dict holds {name}: change"):
+        GradScaler.load_state_dict(SAVED, **{name: 5})
+
+
+SWAPPED = {
+    "scale": lambda scaler, state: scaler.scale(W, state),
+    "unscale": lambda scaler, state: scaler.unscale({"w": W}, state),
+    "update": lambda scaler, state: scaler.update(jnp.array(True), state),
+    "step": lambda scaler, state: scaler.step(SGD, state, W, False, SGD.init(W), W),
+    "state_dict": lambda scaler, state: scaler.state_dict(state._asdict()),
+}
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("method", SWAPPED)
+def test_swapped_arguments_show_their_order(method, enabled):
+    message = rf"the state comes first: scaler\.{method}\(state.*; got "
+    with pytest.raises(ScalerTypeError, match=message):
+        SWAPPED[method](GradScaler(enabled=enabled), state_of(8.0))
+
+
+def test_a_step_without_an_optimizer_shows_the_order():
+    with pytest.raises(ScalerTypeError, match=r"optimizer comes second.*; got float"):
+        GradScaler().step(state_of(8.0), 0.1, W, False, SGD.init(W), W)
+
+
+def scaling(inner):
+    return jamp.dynamic_loss_scaling(inner)
+
+
+NESTED = {
+    "at once": scaling,
+    "in a chain": lambda tx: optax.chain(optax.clip(1.0), tx),
+    "in chains": lambda tx: optax.chain(optax.chain(optax.chain(tx))),
+    "masked": lambda tx: optax.masked(tx, {"w": True}),
+    "by parameter": lambda tx: optax.multi_transform({"a": tx}, {"w": "a"}),
+    "if finite": lambda tx: optax.apply_if_finite(tx, 3),
+    "accumulated": lambda tx: optax.MultiSteps(tx, 2),
+    "in a schedule": lambda tx: optax.inject_hyperparams(
+        lambda rate: optax.chain(tx, optax.scale(rate))
+    )(rate=0.1),
+}
+
+
+@pytest.mark.parametrize("place", NESTED)
+def test_an_optimizer_that_scales_losses_is_not_wrapped_again(place):
+    params = {"w": W}
+    NESTED[place](SGD).init(params)
+    with pytest.raises(ScalerError, match="unscale gradients twice"):
+        scaling(NESTED[place](scaling(SGD))).init(params)
