@@ -1,6 +1,6 @@
 """The loop over a plan's steps, and the actions that are one binding."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,10 +43,15 @@ def emit(plan: Plan, arrays: Sequence[Any]) -> list[Any]:
 
 
 class Emitter:
-    """Runs a plan and those inside of it."""
+    """Runs a plan and those inside of it.
+
+    Attributes:
+      float32_calls: jitted functions by what they compute.
+    """
 
     def __init__(self) -> None:
         self._programs: dict[Any, Any] = {}
+        self.float32_calls: dict[Hashable, Callable[..., Any]] = {}
 
     def run(self, plan: Plan, arrays: Sequence[Any]) -> list[Any]:
         """Runs a plan on its inputs and extras, and returns its results."""

@@ -3,14 +3,14 @@
 A call of LayerNorm or softmax that runs in float32 throughout is the same few equations
 in every layer. Handed to JAX as one jitted function that it inlines, they are
 differentiated once and found in its caches afterwards, as they are in the program as
-written. The result is the same equations.
+written. The result is the same equations. The functions are kept as long as one program
+is emitted: they hold its equations, and with them what the user's code closed over.
 
 A call that 16-bit arrays enter keeps those for the backward pass, which computes the
 float32 inside anew, instead of several float32 arrays: less memory, and less to read.
 What leaves it in 16 bits is cast inside of it, so that its gradient enters in 16 bits.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -26,9 +26,6 @@ from jamp._dtypes import FLOAT32
 from jamp._emit.emitter import Emitter, emits
 from jamp._equations import bind, nested
 from jamp._plan.plan import Float32Call
-
-_LIMIT = 1024
-_functions: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()
 
 
 @emits(Float32Call)
@@ -49,12 +46,10 @@ def emit_float32_call(
     key = _key(action, (*low, *narrow, action.device_type))
     if key is None:
         return run(*arrays)
-    if key not in _functions:
-        _functions[key] = jax.jit(run, inline=INLINE)
-        if len(_functions) > _LIMIT:
-            _functions.popitem(last=False)
-    _functions.move_to_end(key)
-    results: list[Any] = _functions[key](*arrays)
+    known = emitter.float32_calls
+    if key not in known:
+        known[key] = jax.jit(run, inline=INLINE)
+    results: list[Any] = known[key](*arrays)
     return results
 
 
