@@ -4,10 +4,10 @@ Equations that hold programs are left to `jamp._plan.rules`, calls of listed fun
 to `jamp._plan.listed_calls`.
 """
 
-import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
+from types import CodeType
 from typing import Any, NamedTuple
 
 import jax
@@ -60,11 +60,11 @@ class _Entry(NamedTuple):
     key: origin.FrameKey | None = None
 
 
-@lru_cache(maxsize=256)
-def functions(policy: Policy, modules: int) -> Mapping[int, Function]:
-    """A policy's functions by the id of their code object."""
-    del modules  # how many are imported: with more, more names can be resolved
-    return {id(code): function for code, function in policy.function_codes.items()}
+class _Listed(NamedTuple):
+    """A policy's functions by the id of their code objects, and these, to keep ids."""
+
+    functions: Mapping[int, Function]
+    codes: Sequence[CodeType]
 
 
 class _Planner:
@@ -74,6 +74,8 @@ class _Planner:
         self._inner: dict[Any, tuple[Plan, Any]] = {}
         self._warned = False
         self._callers: list[JaxprEqn] = []
+        # By policy, and found anew for each program: modules are imported and reloaded.
+        self._listed: dict[Policy, _Listed] = {}
 
     def plan(self, program: Any, inputs: Sequence[Value], context: Context) -> Plan:
         """Plans a closed jaxpr."""
@@ -170,11 +172,16 @@ class _Planner:
         if key is None:
             self._warn_no_traceback()
             return _Entry(eqn, scope)
-        listed = functions(scope.options.policy, len(sys.modules))
-        for call in origin.calls(key, listed):
+        for call in origin.calls(key, self._functions(scope.options.policy)):
             if call.function not in context.inside:
                 return _Entry(eqn, scope, None, call, key)
         return _Entry(eqn, scope)
+
+    def _functions(self, policy: Policy) -> Mapping[int, Function]:
+        if policy not in self._listed:
+            codes = policy.function_codes
+            self._listed[policy] = _Listed({id(c): codes[c] for c in codes}, [*codes])
+        return self._listed[policy].functions
 
     def _warn_no_traceback(self) -> None:
         if not self._warned:

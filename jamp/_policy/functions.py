@@ -86,7 +86,7 @@ class Function:
 
 def _resolve(name: str) -> CodeType | None:
     parts = name.split(".")
-    if parts[0] == "jax":
+    if parts[0] == "jax" and ".".join(parts[:-1]) not in sys.modules:
         _import_jax_module(parts)
     for cut in range(len(parts) - 1, 0, -1):
         module = sys.modules.get(".".join(parts[:cut]))
