@@ -2,8 +2,9 @@
 
 import functools
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, Never, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
@@ -11,16 +12,21 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from jamp import _dtypes
-from jamp._compat import trace_context, under_trace
+from jamp._compat import under_trace
 from jamp._emit import emit
 from jamp._errors import AutocastError, AutocastTypeError
 from jamp._lowerings.processor import warn_if_slow
+from jamp._lru import LRU
 from jamp._plan.planner import make_plan
 from jamp._policy.policy import Policy
 from jamp._tracing import nnx_modules, regions
 from jamp._tracing.checks import check_function, is_array
 from jamp._tracing.regions import Arguments, Options
+from jamp._tracing.signature import signature
 from jamp._tracing.trace import Traced, trace
+
+# How many programs a function keeps for its eager calls.
+_PROGRAMS = 128
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -58,67 +64,54 @@ class _Rewritten:
 
 
 class _Transformed:
-    """A function under autocast, with its traces."""
+    """A function under autocast, with the programs of its eager calls."""
 
-    def __init__(self, fn: Callable[..., Any], options: Options, output_dtype: Any):
+    def __init__(self, fn: Callable[..., Any], output_dtype: Any):
         self._fn = fn
-        self._options = options
         self._output_dtype = output_dtype
-        self._rewritten: dict[Hashable, _Rewritten] = {}
+        self._rewritten = LRU(_PROGRAMS)
 
-    def __call__(self, args: Any, kwargs: Any) -> Any:
+    def __call__(self, options: Options, args: Any, kwargs: Any) -> Any:
         if regions.current() is not None:
-            with regions.region(self._options):
+            with regions.region(options):
                 result = self._fn(*args, **kwargs)
-        elif not self._options.enabled:
+        elif not options.enabled:
             result = self._fn(*args, **kwargs)
         else:
             call = nnx_modules.prepare(self._fn, args, kwargs)
-            result = call.finish(self._rewrite(call.fn, call.args, call.kwargs))
+            result = call.finish(self._run(options, call.fn, call.args, call.kwargs))
         return _cast_outputs(result, self._output_dtype)
 
-    def _rewrite(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run(self, options: Options, fn: Any, args: Any, kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
         arrays = [leaf for leaf in leaves if is_array(leaf)]
-        key = _signature(leaves, tree)
-        found = self._rewritten.get(key) if key is not None else None
+        if under_trace(arrays):
+            # What traces anew, as a new jax.jit does, sees what is new.
+            traced = trace(fn, options, args, kwargs)
+            return traced.rebuild(_Rewritten(traced, arrays, options).emit(*arrays))
+        key = signature(leaves, tree, options)
+        found = None if key is None else self._rewritten.get(key)
         if found is None:
-            traced = trace(fn, self._options, args, kwargs)
-            found = _Rewritten(traced, arrays, self._options)
-            if any(isinstance(const, jax.Array) for const in traced.program.consts):
-                # It closes over arrays, which may be others at the next call, as the
-                # parameters of a module are after an update.
-                key = None
-            if key is not None:
-                self._rewritten[key] = found
-        eager = key is not None and not under_trace(arrays)
-        results = found.run(arrays) if eager else found.emit(*arrays)
-        return found.traced.rebuild(results)
-
-
-def _signature(leaves: Sequence[Any], tree: Any) -> Hashable:
-    """What a trace depends on, or None if it cannot be told."""
-    known = tuple(
-        jax.typeof(leaf) if is_array(leaf) else _static(leaf) for leaf in leaves
-    )
-    key = (tree, known, trace_context())
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
-
-
-def _static(leaf: Any) -> tuple[type, Any]:
-    """A leaf that is no array, as part of a key: 1 is not True, nor 0.0 -0.0."""
-    return type(leaf), repr(leaf) if isinstance(leaf, (float, complex)) else leaf
+            traced = trace(fn, options, args, kwargs)
+            found = _Rewritten(traced, arrays, options)
+            if key is None or not traced.repeatable:
+                return traced.rebuild(found.emit(*arrays))
+            self._rewritten.put(key, found)
+        return found.traced.rebuild(found.run(arrays))
 
 
 def _cast_outputs(result: Any, dtype: Any) -> Any:
     def cast(leaf: Any) -> Any:
-        if is_array(leaf) and jax.numpy.issubdtype(leaf.dtype, np.floating):
+        if not is_array(leaf) or not jax.numpy.issubdtype(leaf.dtype, np.floating):
+            return leaf
+        outer = regions.current()
+        if outer is None or leaf.dtype != dtype:
             return leaf.astype(dtype)
-        return leaf
+        # It may come in another dtype than it was traced in, and a cast to this one
+        # would leave no equation; here is one that leaves it as it is.
+        bits = jax.numpy.finfo(dtype)
+        with regions.region(replace(outer, enabled=False)):
+            return jax.lax.reduce_precision(leaf, bits.nexp, bits.nmant)
 
     return result if dtype is None else jax.tree.map(cast, result)
 
@@ -132,13 +125,13 @@ class Autocast:
         self._output_dtype = output_dtype
         self._entered = threading.local()
         if output_dtype is not None:
-            regions.check_floating("output_dtype", output_dtype)
+            self._output_dtype = regions.check_floating("output_dtype", output_dtype)
 
     def __call__(self, fn: Callable[_P, _R]) -> Callable[_P, _R]:
         check_function("autocast", fn)
         if isinstance(fn, Autocast):
             raise AutocastTypeError("autocast takes a function, got an autocast")
-        transformed: dict[Options, _Transformed] = {}
+        transformed = _Transformed(fn, self._output_dtype)
 
         # Not the attributes: a module is callable and full of them.
         @functools.wraps(fn, updated=())
@@ -146,9 +139,7 @@ class Autocast:
             options = self._arguments.options()
             if options.enabled and options.device_type == "cpu":
                 warn_if_slow(options.dtype)
-            if options not in transformed:
-                transformed[options] = _Transformed(fn, options, self._output_dtype)
-            result: _R = transformed[options](args, kwargs)
+            result: _R = transformed(options, args, kwargs)
             return result
 
         return under_autocast

@@ -37,6 +37,16 @@ def read_by(eqn: JaxprEqn) -> list[Any]:
     return [atom for atom in eqn.invars if not isinstance(atom, Literal)]
 
 
+def constants(program: Any) -> Iterator[Any]:
+    """The constants of a closed jaxpr, and of those inside of it."""
+    yield from program.consts
+    for eqn in equations(program):
+        for value in eqn.params.values():
+            for held in value if isinstance(value, tuple) else (value,):
+                if isinstance(held, ClosedJaxpr):
+                    yield from held.consts
+
+
 def holds_program(eqn: JaxprEqn) -> bool:
     """Whether an equation holds any program."""
     return any(True for _ in jaxprs_in_params(eqn.params))

@@ -132,8 +132,9 @@ def explain(
         call = nnx_modules.prepare(fn, args, kwargs)
         traced = trace.trace(call.fn, options, call.args, call.kwargs)
         inside = dict.fromkeys(options_inside(traced.program, Scope((), options)))
-        if not autocast_options and len(inside) == 1:
-            (options,) = inside
+        enabled = [found for found in inside if found.enabled] or [*inside]
+        if not autocast_options and len(enabled) == 1:
+            (options,) = enabled
         # The arrays of each argument, in the order of the leaves of (args, kwargs).
         arguments = [*call.args, *(call.kwargs[name] for name in sorted(call.kwargs))]
         arrays = [[*filter(trace.is_array, jax.tree.leaves(a))] for a in arguments]

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from jamp._compat import scope_names
 from jamp._dtypes import DType
 from jamp._equations import equations
 from jamp._errors import AutocastError, AutocastTypeError
+from jamp._lru import LRU
 from jamp._policy.policy import Policy
 from jamp._policy.rules import DEVICES
 
@@ -157,16 +158,32 @@ def holds_region(program: Any) -> bool:
     )
 
 
-_registered: dict[str, Options] = {}
+# Programs hold a region by its name alone, and may be traced long before they run.
+_registered = LRU(1024)
 
 
-@cache
 def _register(options: Options) -> str:
+    name = _name(options)
+    _registered.put(name, options)
+    return name
+
+
+@lru_cache(maxsize=1024)
+def _name(options: Options) -> str:
     digest = hashlib.sha256(repr(options).encode()).hexdigest()[:12]
     kind = options.dtype.name if options.enabled else "disabled"
-    name = f"{_PREFIX}{kind}:{digest}"
-    _registered[name] = options
-    return name
+    return f"{_PREFIX}{kind}:{digest}"
+
+
+def _registered_options(name: str) -> Options:
+    options: Options | None = _registered.get(name)
+    if options is None:
+        raise AutocastError(
+            "a program holds a region whose options are forgotten, because more than a "
+            "thousand others were used since it was traced: trace it anew "
+            "(jax.clear_caches() if it stands in a jax.jit)"
+        )
+    return options
 
 
 @dataclass(frozen=True)
@@ -189,12 +206,12 @@ class Scope:
         return _enter(self, name_stack) if len(name_stack) else self
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=1024)
 def _enter(outer: Scope, name_stack: Any) -> Scope:
     names, inside = list(outer.names), outer.region
     for name in scope_names(name_stack):
         if name.startswith(_PREFIX):
-            inside = _registered[name]
+            inside = _registered_options(name)
         else:
             names.extend(name.split("/"))
     return Scope(tuple(names), inside)

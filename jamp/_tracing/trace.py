@@ -10,7 +10,7 @@ import jax
 
 from jamp import _dtypes
 from jamp import _primitives as primitives
-from jamp._equations import equations
+from jamp._equations import constants, equations
 from jamp._tracing import regions
 from jamp._tracing.checks import is_array as is_array
 from jamp._tracing.checks import refuse_made
@@ -24,6 +24,9 @@ class Traced(NamedTuple):
     program: Any
     # Makes the function's result of the program's results.
     rebuild: Callable[[Sequence[Any]], Any]
+    # Whether an equal call would be traced the same. Arrays that it closes over may be
+    # others then, as the parameters of a module are after an update.
+    repeatable: bool
 
 
 def with_arrays(
@@ -74,7 +77,8 @@ def trace(fn: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> T
             out_tree, [next(arrays) if s is None else s[0] for s in static]
         )
 
-    return Traced(program, rebuild)
+    repeatable = not any(isinstance(found, jax.Array) for found in constants(program))
+    return Traced(program, rebuild, repeatable)
 
 
 def _make_jaxpr(

@@ -1,0 +1,304 @@
+"""What is kept between calls: never a stale result, nothing of the user's, bounded."""
+
+import asyncio
+import functools
+import gc
+import importlib
+import sys
+import threading
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jamp
+
+X = jnp.arange(1.0, 5.0)
+W = jnp.eye(4)
+
+
+class Held:
+    """What a function closes over, and a caller changes."""
+
+    def __init__(self):
+        self.array = jnp.full(4, 2.0)
+        self.scalar = jnp.float32(2.0)
+        self.number = 2.0
+
+    def change(self):
+        self.array, self.scalar, self.number = self.array * 5, self.scalar * 5, 10.0
+
+
+def in_jit(held, name):
+    return lambda x: jax.jit(lambda y: y * getattr(held, name))(x)
+
+
+def in_scan(held, name):
+    def fn(x):
+        body = jax.jit(lambda carry: carry * getattr(held, name))
+        return jax.lax.scan(lambda c, _: (body(c), None), x, length=1)[0]
+
+    return fn
+
+
+def in_jit_of_grad(held, name):
+    scaled = lambda x: (x * getattr(held, name) * x / 2).sum()  # noqa: E731
+    return lambda x: jax.jit(jax.grad(scaled))(x)
+
+
+def in_cond(held, name):
+    return lambda x: jax.lax.cond(
+        x[0] > 0, jax.jit(lambda y: y * getattr(held, name)), lambda y: y, x
+    )
+
+
+@pytest.mark.parametrize("name", ["array", "scalar"])
+@pytest.mark.parametrize("inside", [in_jit, in_scan, in_jit_of_grad, in_cond])
+def test_a_changed_array_that_an_inner_function_closes_over_is_seen(inside, name):
+    held = Held()
+    fn = jamp.autocast(inside(held, name))
+    np.testing.assert_array_equal(fn(X), X * 2)
+    held.change()
+    np.testing.assert_array_equal(fn(X), X * 10)
+
+
+def value_of_gradient(fn):
+    return lambda x: jax.value_and_grad(lambda x: fn(x)[1])(x)[0] / x[1] * x
+
+
+@pytest.mark.parametrize("name", ["array", "scalar", "number"])
+@pytest.mark.parametrize(
+    "transform", [lambda fn: jax.jit(lambda x: fn(x)), value_of_gradient]
+)
+def test_what_traces_anew_sees_what_a_function_closes_over_now(transform, name):
+    held = Held()
+    fn = jamp.autocast(lambda x: x * getattr(held, name))
+    np.testing.assert_array_equal(transform(fn)(X), X * 2)
+    held.change()
+    np.testing.assert_array_equal(transform(fn)(X), X * 10)
+
+
+class Configuration:
+    """A mutable argument with the default hash."""
+
+    def __init__(self, factor):
+        self.factor = factor
+
+
+class Activation(Configuration):
+    """A mutable callable."""
+
+    def __call__(self, x):
+        return x * self.factor
+
+
+class Equal(Configuration):
+    """An argument that is compared by its content."""
+
+    def __eq__(self, other):
+        return type(other) is Equal and other.factor == self.factor
+
+    def __hash__(self):
+        return hash(self.factor)
+
+
+@pytest.mark.parametrize("kind", [Configuration, Activation, Equal])
+def test_a_changed_object_among_the_arguments_is_seen(kind):
+    fn = jamp.autocast(lambda x, config: x * config.factor)
+    config = kind(2.0)
+    np.testing.assert_array_equal(fn(X, config), X * 2)
+    config.factor = 3.0
+    np.testing.assert_array_equal(fn(X, config), X * 3)
+
+
+@pytest.mark.parametrize("kind", [Configuration, Activation, Equal])
+def test_an_object_among_the_arguments_is_not_kept_alive(kind):
+    fn = jamp.autocast(lambda x, config: x * config.factor)
+    config = kind(2.0)
+    seen = weakref.ref(config)
+    fn(X, config)
+    jax.jit(fn, static_argnums=1)(X, config)
+    del config
+    jax.clear_caches()
+    gc.collect()
+    assert seen() is None
+
+
+def test_a_function_among_the_arguments_is_traced_once_and_not_kept_alive():
+    traces = []
+
+    def apply(x, activation):
+        traces.append(activation)
+        return activation(x)
+
+    def double(x):
+        return x * 2
+
+    fn = jamp.autocast(apply)
+    for activation in (double, double, jax.nn.relu, jax.nn.relu, jnp.tanh, jnp.tanh):
+        fn(X, activation)
+    assert traces == [double, jax.nn.relu, jnp.tanh]
+    seen = weakref.ref(double)
+    traces.clear()
+    del double, activation
+    gc.collect()
+    assert seen() is None
+
+
+def test_arrays_that_a_function_closes_over_are_not_kept_alive():
+    def build():
+        weights = jax.random.normal(jax.random.key(0), (4, 4))
+
+        def fn(x):
+            inner = jax.jit(lambda y: jax.nn.softmax(y @ weights) * weights[0])
+            return jax.nn.softmax(jax.nn.standardize(inner(x)))
+
+        return jamp.autocast(fn), weakref.ref(weights)
+
+    def use(fn):
+        fn(X)
+        jax.jit(jax.grad(lambda x: fn(x).sum()))(X)
+
+    fn, seen = build()
+    use(fn)
+    del fn
+    jax.clear_caches()
+    gc.collect()
+    assert seen() is None
+
+
+def test_an_eager_function_keeps_the_programs_that_were_used_last():
+    traces = []
+
+    def scaled(x, name):
+        traces.append(name)
+        return x * len(name)
+
+    fn = jamp.autocast(scaled)
+    names = ["n" * count for count in range(1, 202)]
+    for name in names:
+        fn(X, "kept")
+        fn(X, name)
+    assert traces.count("kept") == 1
+    fn(X, names[-1])
+    assert traces.count(names[-1]) == 1
+    fn(X, names[0])
+    assert traces.count(names[0]) == 2
+
+
+def test_a_reloaded_module_keeps_its_rules(tmp_path, monkeypatch):
+    (tmp_path / "reloaded.py").write_text("def doubled(x):\n    return x + x\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("reloaded")
+    try:
+        policy = jamp.Policy.load("cpu").with_rules(float32=["reloaded.doubled"])
+        fn = lambda x: module.doubled(x @ W)  # noqa: E731
+        assert jamp.autocast(fn, policy=policy)(X).dtype == jnp.float32
+        importlib.reload(module)
+        assert jamp.autocast(fn, policy=policy)(X).dtype == jnp.float32
+    finally:
+        del sys.modules["reloaded"]
+
+
+def test_regions_are_bounded_and_say_so_when_they_are_forgotten():
+    policy = jamp.Policy.load("cpu").with_rules(float32=["sin"])
+
+    @jax.jit
+    def inner(x):
+        with jamp.autocast(policy=policy):
+            return jnp.sin(x @ W)
+
+    fn = jamp.autocast(lambda x: inner(x))
+    assert jax.eval_shape(fn, X).dtype == jnp.float32
+
+    def others(x, first):
+        for number in range(first, first + 350):
+            with jamp.autocast(policy=policy.scoped(f"layer_{number}", "float32")):
+                x = x + 1
+        return x
+
+    for first in (0, 350, 700):
+        jax.eval_shape(jamp.autocast(functools.partial(others, first=first)), X)
+    with pytest.raises(jamp.AutocastError, match="options are forgotten"):
+        fn(X)
+
+
+def test_threads_share_functions_and_regions():
+    def fn(x):
+        with jamp.autocast(enabled=False):
+            x = jax.nn.softmax(x) * 2
+        return jax.nn.softmax(jax.nn.gelu(x @ W))
+
+    shared = jamp.autocast(fn)
+    expected = shared(X)
+    found, start = [], threading.Barrier(6)
+
+    def work(number):
+        start.wait()
+        for _ in range(3):
+            found.append(shared(X))
+            found.append(jax.jit(lambda x: shared(x))(X))
+            with jamp.autocast(enabled=False):
+                found.append(jamp.autocast(fn)(X))
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 6 * 3 * 3
+    for result in found:
+        assert result.dtype == expected.dtype
+        np.testing.assert_allclose(result, expected, rtol=2**-7)
+
+
+def test_tasks_interleave_between_calls():
+    fn = jamp.autocast(lambda x: x @ W)
+    outside = jamp.autocast(enabled=False)
+
+    async def work(number):
+        for _ in range(3):
+            with outside:
+                await asyncio.sleep(0)
+                assert fn(X * number).dtype == jnp.bfloat16
+            assert not jamp.is_autocast_enabled()
+        return number
+
+    async def all_of_them():
+        return await asyncio.gather(*map(work, range(4)))
+
+    assert asyncio.run(all_of_them()) == [0, 1, 2, 3]
+
+
+@jax.custom_vjp
+def with_gradient(x):
+    return jnp.sin(x @ W)
+
+
+def forward(x):
+    return with_gradient(x), x
+
+
+with_gradient.defvjp(forward, lambda x, cotangent: (cotangent * jnp.cos(x),))
+
+
+@pytest.mark.parametrize(
+    "fn", [jax.nn.relu, jax.nn.gelu, jax.nn.softmax, with_gradient]
+)
+def test_no_tracer_is_left_behind(fn):
+    cast = jamp.autocast(fn)
+    with jax.checking_leaks():
+        jax.make_jaxpr(jax.grad(lambda x: cast(x).astype(jnp.float32).sum()))(X)
+        jax.make_jaxpr(jax.jit(jax.vmap(cast)))(W)
+        jax.make_jaxpr(jamp.autocast(jax.jit(jax.grad(lambda x: fn(x).sum()))))(X)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_output_dtype_holds_under_an_outer_autocast(dtype, enabled):
+    inner = jamp.autocast(lambda x: x @ W, output_dtype=dtype, enabled=enabled)
+    outer = jamp.autocast(lambda x: inner(x @ W))
+    assert outer(X).dtype == dtype
+    assert jax.grad(lambda x: outer(x).astype(jnp.float32).sum())(X).dtype == X.dtype
