@@ -17,7 +17,7 @@ from jamp._emit import emit
 from jamp._errors import AutocastError, AutocastTypeError
 from jamp._lowerings.processor import warn_if_slow
 from jamp._lru import LRU
-from jamp._plan.planner import make_plan
+from jamp._plan.planner import make_plan, warn_unmatched
 from jamp._policy.policy import Policy
 from jamp._tracing import nnx_modules, regions
 from jamp._tracing.checks import check_function, is_array
@@ -49,6 +49,7 @@ class _Rewritten:
     def __init__(self, traced: Traced, arrays: Sequence[Any], options: Options):
         self.traced = traced
         self.plan = make_plan(traced.program, arrays, options)
+        warn_unmatched(options.policy)
         self._compiled: Callable[..., Any] | None = None
 
     def emit(self, *arrays: Any) -> list[Any]:

@@ -1,5 +1,9 @@
 """Every error and warning that jamp raises, so that callers can catch one base."""
 
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
 
 class JampError(Exception):
     """Base of all errors raised by jamp."""
@@ -35,3 +39,12 @@ class TargetError(JampError, ValueError):
 
 class JampWarning(UserWarning):
     """Something that jamp could not do and that is worth a look."""
+
+
+def did_you_mean(name: Any, known: Iterable[str]) -> str:
+    """The end of a message about a name that is not known: the nearest that is."""
+    if not isinstance(name, str):
+        return ""
+    near = difflib.get_close_matches(name, known)
+    near.sort(key=lambda other: sorted(other) != sorted(name))  # letters swapped
+    return f"; did you mean {near[0]!r}?" if near else ""

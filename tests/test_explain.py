@@ -329,5 +329,6 @@ def test_a_reason_names_the_policy_only_where_it_is_not_the_reports():
 
 
 def test_an_option_that_autocast_does_not_take_is_an_error():
-    with pytest.raises(jamp.AutocastTypeError, match=r"explain .* not dtyp$"):
+    message = "explain .* not dtyp; did you mean 'dtype'"
+    with pytest.raises(jamp.AutocastTypeError, match=message):
         jamp.explain(jnp.sin, dtyp=jnp.float16)

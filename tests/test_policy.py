@@ -1,6 +1,9 @@
 """Policies as data: loading, deriving, asking, printing, comparing."""
 
 import dataclasses
+import itertools
+import re
+import time
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +16,13 @@ import jamp
 GPU = jamp.Policy.load("gpu")
 CPU = jamp.Policy.load("cpu")
 x22 = jnp.ones((2, 2))
+
+
+def wraps_itself(x):
+    return x
+
+
+wraps_itself.__wrapped__ = wraps_itself
 
 
 def under(policy, fn):
@@ -183,6 +193,14 @@ def test_a_banned_function_or_primitive_raises():
         ({"lower": [3]}, ["3"]),
         ({"lower": [jax.nn.relu, None]}, ["None"]),
         ({"lower": [len]}, ["len"]),
+        ({"lower": 3}, ["lower=3", "give a list"]),
+        ({"lower": None}, ["lower=None", "give a list"]),
+        ({"lower": [jnp.float32]}, ["jax.numpy.float32 is no Python function"]),
+        ({"lower": ["jax..nn"]}, ["'jax..nn' is not a dotted name"]),
+        ({"lower": ["jax.nn.sotfmax"]}, ["did you mean 'jax.nn.softmax'?"]),
+        ({"lower": ["tahn"]}, ["did you mean 'tanh'?"]),
+        ({"flaot32": ["exp"]}, ["did you mean 'float32'?"]),
+        ({"lower": [wraps_itself]}, ["wraps itself"]),
         ({"lower": [nnx.Linear(2, 2, rngs=nnx.Rngs(0))]}, ["give Linear itself"]),
     ],
 )
@@ -194,9 +212,37 @@ def test_wrong_rules_raise_and_say_what(rules, words):
 
 
 def test_a_scope_needs_a_pattern_and_a_known_rule():
-    for pattern, name in (("", "lower"), ("a", "lowr"), (None, "lower"), (3, "lower")):
-        with pytest.raises(jamp.PolicyError):
-            GPU.scoped(pattern, name)
+    for pattern in ("", None, 3, ["a"]):
+        with pytest.raises(jamp.PolicyError, match="pattern is a non-empty string"):
+            GPU.scoped(pattern, "lower")
+    for name in ("lowr", None, ["lower"]):
+        with pytest.raises(jamp.PolicyError, match="unknown rule"):
+            GPU.scoped("a", name)
+
+
+PATTERNS = ["a", "*", "**", "a/**", "**/b", "a*", "*b*a", "a**b", "**/a/**/b", "*/b"]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_pattern_is_what_it_stands_for_as_a_regular_expression(pattern):
+    parts = [
+        "([^/]+/)*" if part == "**" else part.replace("*", "[^/]*") + "/"
+        for part in pattern.split("/")
+    ]
+    expression = re.compile("".join(parts) + ".*")
+    policy = GPU.scoped(pattern, "banned")
+    words = ["a", "b", "ab", "ba", "aba", "abb"]
+    for length in range(4):
+        for names in itertools.product(words, repeat=length):
+            found = expression.fullmatch("".join(f"{name}/" for name in names))
+            assert (rule(policy, scope=names) == "banned") == bool(found), names
+
+
+@pytest.mark.parametrize("pattern", ["**/" * 30 + "x", "*a" * 30 + "x"])
+def test_a_long_pattern_takes_no_time_to_match(pattern):
+    start = time.perf_counter()
+    assert GPU.scoped(pattern, "banned").rule(scope=("a" * 60,) * 60) is None
+    assert time.perf_counter() - start < 1
 
 
 def test_the_name_says_that_a_policy_was_derived():

@@ -1,7 +1,6 @@
 """Whether 16 bits are slow on the processor at hand, and a warning if they are."""
 
 import re
-import sys
 import warnings
 from functools import cache
 from pathlib import Path
@@ -10,7 +9,7 @@ import jax
 
 from jamp._dtypes import FLOAT16, DType
 from jamp._errors import JampWarning
-from jamp._tracing.origin import is_users
+from jamp._tracing.origin import users_level
 
 _CPU_INFO = Path("/proc/cpuinfo")
 # Instructions that multiply bfloat16: of x86 processors, and of ARM's.
@@ -40,13 +39,5 @@ def warn_if_slow(dtype: DType) -> None:
             "autocast saves no time on it. jamp.autocast(fn, enabled=False) runs fn as "
             "written",
             JampWarning,
-            stacklevel=_users_level(),
+            stacklevel=users_level(),
         )
-
-
-def _users_level() -> int:
-    """The stacklevel, for the caller, of a warning at the user's own line."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and not is_users(frame.f_code.co_filename):
-        frame, level = frame.f_back, level + 1
-    return level

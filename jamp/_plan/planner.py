@@ -39,6 +39,19 @@ def make_plan(program: Any, arrays: Sequence[Any], options: Options) -> Plan:
     return plan_program(program, inputs_like(program, arrays), context)
 
 
+def warn_unmatched(policy: Policy) -> None:
+    """Warns, once, of patterns for scopes in which no operation stood so far."""
+    if policy.unmatched:
+        warnings.warn(
+            f"no operation stands in a scope that matches "
+            f"{' or '.join(map(repr, sorted(policy.unmatched)))} of policy "
+            f"{policy.name}; jamp.explain(fn)(...) lists the scopes that there are",
+            JampWarning,
+            stacklevel=origin.users_level(),
+        )
+        policy.unmatched.clear()
+
+
 def inputs_like(program: Any, arrays: Sequence[Any]) -> list[Value]:
     """Inputs of a program, in the dtypes of some arrays."""
     pairs = zip(program.in_avals, map(jax.typeof, arrays), strict=True)
@@ -264,13 +277,13 @@ class _Planner:
 def user_ruling(scope: Scope) -> Ruling | None:
     """The rule that a region or scope of the user's sets, which beats all others."""
     options = scope.options
+    policy = options.policy
+    found = policy.scope_rule(scope.names) if policy.scopes else None
     if not options.enabled:
         return Ruling(Rule.AS_TRACED, Origin.REGION)
-    if options.policy.scopes:
-        found = options.policy.scope_rule(scope.names)
-        if found is not None:
-            pattern, rule = found
-            return Ruling(rule, Origin.SCOPE, pattern, options.policy.name)
+    if found is not None:
+        pattern, rule = found
+        return Ruling(rule, Origin.SCOPE, pattern, policy.name)
     return None
 
 

@@ -14,7 +14,9 @@ from types import CodeType
 from typing import Any, Self
 
 from jamp._compat import inlined
-from jamp._errors import PolicyError
+from jamp._errors import PolicyError, did_you_mean
+
+_MOST_WRAPPERS = 1000
 
 
 def code_of(obj: Any) -> CodeType | None:
@@ -24,8 +26,10 @@ def code_of(obj: Any) -> CodeType | None:
     `__wrapped__`; a class stands for its `__call__` method.
     """
     if inspect.isclass(obj):
-        obj = inspect.getattr_static(obj, "__call__", None)
-    while True:
+        # Not that of its metaclass, which makes the instances.
+        classes = map(vars, obj.__mro__)
+        obj = next((held["__call__"] for held in classes if "__call__" in held), None)
+    for _ in range(_MOST_WRAPPERS):
         if inlined(obj):
             raise PolicyError(
                 f"JAX inlines {getattr(obj, '__name__', obj)} where it is called, so "
@@ -38,9 +42,9 @@ def code_of(obj: Any) -> CodeType | None:
         elif inspect.ismethod(obj):
             obj = obj.__func__
         else:
-            break
-    code = getattr(obj, "__code__", None)
-    return code if isinstance(code, CodeType) else None
+            code = getattr(obj, "__code__", None)
+            return code if isinstance(code, CodeType) else None
+    raise PolicyError(f"{obj!r} wraps itself: its __wrapped__ never ends")
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,8 @@ class Function:
 
 def _resolve(name: str) -> CodeType | None:
     parts = name.split(".")
+    if not all(map(str.isidentifier, parts)):
+        raise PolicyError(f"{name!r} is not a dotted name")
     if parts[0] == "jax" and ".".join(parts[:-1]) not in sys.modules:
         _import_jax_module(parts)
     for cut in range(len(parts) - 1, 0, -1):
@@ -94,12 +100,15 @@ def _resolve(name: str) -> CodeType | None:
             continue
         obj: Any = module
         for part in parts[cut:]:
-            obj = getattr(obj, part, None)
+            held, obj = obj, getattr(obj, part, None)
             if obj is None:
                 missing = cut < len(parts) - 1 and part == parts[cut]
                 if missing and not _is_package_attribute(module, part):
                     return None
-                raise PolicyError(f"there is no function {name!r}")
+                within = ".".join(parts[:-1])
+                near = [f"{within}.{other}" for other in dir(held)]
+                hint = did_you_mean(name, near) if part == parts[-1] else ""
+                raise PolicyError(f"there is no function {name!r}{hint}")
         code = code_of(obj)
         if code is None:
             raise PolicyError(f"{name!r} is no Python function or class")
@@ -112,7 +121,7 @@ def _import_jax_module(parts: list[str]) -> None:
     for cut in range(2, len(parts)):
         try:
             importlib.import_module(".".join(parts[:cut]))
-        except ModuleNotFoundError:
+        except ImportError:
             return
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
@@ -15,7 +14,7 @@ from jax.extend.core import Primitive
 from jamp._dtypes import DType
 from jamp._errors import PolicyError
 from jamp._policy.functions import Function
-from jamp._policy.rules import DEVICES, Rule, Unsafe, is_primitive, to_rule
+from jamp._policy.rules import DEVICES, Rule, Unsafe, check_primitive, to_rule
 from jamp._policy.tables import read_builtin, read_file
 
 
@@ -77,7 +76,7 @@ class Policy:
         given: dict[Any, tuple[str | Function, Rule]] = {}
         for name, entries in rules.items():
             rule = to_rule(name)
-            if isinstance(entries, str):
+            if isinstance(entries, str) or not isinstance(entries, Iterable):
                 raise PolicyError(f"{name}={entries!r}: give a list of entries")
             for entry in entries:
                 key = self._entry(entry)
@@ -107,8 +106,12 @@ class Policy:
             `'**/lm_head'` or `'encoder/block_*/attention'`. What lies inside a scope
             that matches has the rule too.
           rule: the name of a rule.
+
+        Raises:
+          PolicyError: an unknown rule, or a pattern that is no string.
         """
-        _pattern(pattern)
+        if not pattern or not isinstance(pattern, str):
+            raise PolicyError(f"a scope pattern is a non-empty string, got {pattern!r}")
         return replace(
             self,
             name=_derived(self.name),
@@ -148,10 +151,14 @@ class Policy:
 
     def scope_rule(self, names: tuple[str, ...]) -> tuple[str, Rule] | None:
         """The last (pattern, rule) whose pattern matches these scopes, if any."""
-        for pattern, rule in reversed(self.scopes):
-            if _pattern(pattern).fullmatch("".join(f"{name}/" for name in names)):
-                return pattern, rule
-        return None
+        found = [(p, rule) for p, rule in self.scopes if _matches(p, names)]
+        self.unmatched.difference_update(pattern for pattern, _ in found)
+        return found[-1] if found else None
+
+    @property
+    def unmatched(self) -> set[str]:
+        """Patterns that have matched no scopes yet, and that no warning has named."""
+        return _unmatched(self.scopes)
 
     @cached_property
     def primitive_rules(self) -> Mapping[str, Rule]:
@@ -178,13 +185,14 @@ class Policy:
             return Function.of(entry)
         if "." in entry:
             return Function(entry)
-        if is_primitive(entry):
-            return entry
-        names = [f.name for f, _ in self.functions if f.name.endswith(f".{entry}")]
-        raise PolicyError(
-            f"unknown primitive {entry!r}; functions have dotted names, as in "
-            f"{' or '.join(names) or 'jax.nn.softmax'}"
-        )
+        try:
+            return check_primitive(entry)
+        except PolicyError as error:
+            names = [f.name for f, _ in self.functions if f.name.endswith(f".{entry}")]
+            raise PolicyError(
+                f"{error} (functions have dotted names, as in "
+                f"{' or '.join(names) or 'jax.nn.softmax'})"
+            ) from None
 
     def __hash__(self) -> int:
         return self._hash
@@ -242,14 +250,41 @@ def _derived(name: str) -> str:
     return name if name.endswith("*") else f"{name}*"
 
 
+# By content: what a trace names as its policy may be another one that is equal.
 @lru_cache(maxsize=1024)
-def _pattern(pattern: str) -> re.Pattern[str]:
-    if not pattern or not isinstance(pattern, str):
-        raise PolicyError(f"a scope pattern is a non-empty string, got {pattern!r}")
-    regex = ""
-    for part in pattern.split("/"):
-        if part == "**":
-            regex += "(?:[^/]+/)*"
-        else:
-            regex += "[^/]*".join(re.escape(piece) for piece in part.split("*")) + "/"
-    return re.compile(regex + ".*")
+def _unmatched(scopes: tuple[tuple[str, Rule], ...]) -> set[str]:
+    return {pattern for pattern, _ in scopes}
+
+
+@lru_cache(maxsize=4096)
+def _matches(pattern: str, names: tuple[str, ...]) -> bool:
+    """Whether the pattern of a scope matches these names, or those around them."""
+    parts = pattern.split("/")
+    reached = {0}  # how many parts the names so far may have matched
+    for name in (*names, ""):
+        for index, part in enumerate(parts):
+            if part == "**" and index in reached:
+                reached.add(index + 1)
+        if len(parts) in reached:
+            return True
+        reached = {
+            index if parts[index] == "**" else index + 1
+            for index in reached
+            if parts[index] == "**" or _fits(parts[index], name)
+        }
+    return False
+
+
+def _fits(part: str, name: str) -> bool:
+    """Whether a name fits a part of a pattern, in which `*` is anything."""
+    first, *middle = part.split("*")
+    if not middle:
+        return name == part
+    last, at = middle.pop(), len(first)
+    for piece in middle:
+        at = name.find(piece, at)
+        if at < 0:
+            return False
+        at += len(piece)
+    fits = name.startswith(first) and name.endswith(last)
+    return fits and at + len(last) <= len(name)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from jamp._compat import primitive_names
 from jamp._dtypes import DType
-from jamp._errors import PolicyError
+from jamp._errors import PolicyError, did_you_mean
 
 BUILTIN = ("gpu", "cpu", "tpu")
 # The built-in policy of each device type.
@@ -49,10 +49,16 @@ class Unsafe:
 def to_rule(name: str) -> Rule:
     """The rule of this name, or a PolicyError that lists the names there are."""
     if name not in RULE_NAMES:
-        raise PolicyError(f"unknown rule {name!r}; rules are {', '.join(RULE_NAMES)}")
+        hint = did_you_mean(name, RULE_NAMES)
+        raise PolicyError(
+            f"unknown rule {name!r}{hint} (rules are {', '.join(RULE_NAMES)})"
+        )
     return Rule(name)
 
 
-def is_primitive(name: str) -> bool:
-    """Whether a policy may list this name as a primitive."""
-    return name == RECIPROCAL or name in primitive_names()
+def check_primitive(name: str) -> str:
+    """The name, if a policy may list it as a primitive."""
+    known = primitive_names() | {RECIPROCAL}
+    if name not in known:
+        raise PolicyError(f"unknown primitive {name!r}{did_you_mean(name, known)}")
+    return name

@@ -1,6 +1,5 @@
 """Reads and validates policy tables."""
 
-import difflib
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from jamp._dtypes import LOW_DTYPES, DType
-from jamp._errors import PolicyError
+from jamp._errors import PolicyError, did_you_mean
 from jamp._policy.functions import Function
-from jamp._policy.rules import BUILTIN, RULE_NAMES, Rule, Unsafe, is_primitive
+from jamp._policy.rules import BUILTIN, RULE_NAMES, Rule, Unsafe, check_primitive
 
 _TOP_KEYS = ("name", "dtype", "extends", "unsafe", "results", *RULE_NAMES)
 _UNSAFE_KEYS = ("primitives", "of", "dtype", "advice")
@@ -24,13 +23,13 @@ _NOTHING: dict[str, Any] = dict.fromkeys(
 
 def read_file(source: str | Path) -> dict[str, Any]:
     """The attributes of a policy in a TOML file; see `Policy.load`."""
-    path = Path(source)
     try:
+        path = Path(source)
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, TypeError, ValueError) as error:
         raise PolicyError(
             f"cannot read policy {str(source)!r}: give one of {', '.join(BUILTIN)} or "
-            f"the path of a TOML file ({error})"
+            f"the path of a TOML file ({error}){did_you_mean(source, BUILTIN)}"
         ) from error
     return _parse(text, str(path), path.stem)
 
@@ -47,12 +46,13 @@ def _parse(text: str, file: str, stem: str, builtin: bool = False) -> dict[str, 
     with _inside(file):
         try:
             table = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+        except (tomllib.TOMLDecodeError, RecursionError) as error:
             raise PolicyError(f"not valid TOML: {error}") from error
         _check_keys(table, _TOP_KEYS)
         extends = table.get("extends")
         if extends not in (None, "base", *BUILTIN):
-            raise PolicyError(f"extends: there is no policy {extends!r}")
+            hint = did_you_mean(extends, BUILTIN)
+            raise PolicyError(f"extends: there is no policy {extends!r}{hint}")
         found = dict(_NOTHING if extends is None else read_builtin(extends))
         for kind, rules in _rules(table, builtin).items():
             found[kind] = tuple({**dict(found[kind]), **rules}.items())
@@ -89,9 +89,7 @@ def _rules(table: dict[str, Any], builtin: bool) -> dict[str, dict[Any, Rule]]:
 
 def _entry(name: str, kind: str, builtin: bool) -> str | Function:
     if kind == "primitives":
-        if not is_primitive(name):
-            raise PolicyError(f"unknown primitive {name!r}")
-        return name
+        return check_primitive(name)
     if "." not in name:
         raise PolicyError(f"{name!r} is not a dotted name")
     return _function(name, required=not builtin)
@@ -124,6 +122,8 @@ def _one_unsafe(group: dict[str, Any]) -> Unsafe:
     with _inside("unsafe"):
         for name in (*names["primitives"], *names["of"]):
             _entry(name, "functions" if "." in name else "primitives", builtin=False)
+        if not isinstance(group["advice"], str):
+            raise PolicyError(f"advice must be a string, got {group['advice']!r}")
         return Unsafe(**names, dtype=_dtype(group["dtype"]), advice=group["advice"])
 
 
@@ -131,8 +131,9 @@ def _dtype(value: Any) -> DType:
     for dtype in LOW_DTYPES:
         if value == dtype.name:
             return dtype
-    names = " or ".join(repr(dtype.name) for dtype in LOW_DTYPES)
-    raise PolicyError(f"dtype must be {names}, got {value!r}")
+    known = [dtype.name for dtype in LOW_DTYPES]
+    names, hint = " or ".join(map(repr, known)), did_you_mean(value, known)
+    raise PolicyError(f"dtype must be {names}, got {value!r}{hint}")
 
 
 def _group(table: dict[str, Any], name: str, known: tuple[str, ...]) -> dict[str, Any]:
@@ -157,8 +158,7 @@ def _check_keys(
 ) -> None:
     for key in table:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(key, known)
             inside = f" in [{within}]" if within else ""
             raise PolicyError(
                 f"unknown key {key!r}{inside}{hint} (keys are {', '.join(known)})"

@@ -4,6 +4,7 @@ Every equation remembers the Python frames that emitted it. Consecutive equation
 call of a listed function are ruled as a whole by its policy.
 """
 
+import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -69,6 +70,14 @@ def is_users(filename: str) -> bool:
         or "dist-packages" in filename
         or filename.startswith((_STDLIB, _JAMP, "<frozen"))
     )
+
+
+def users_level() -> int:
+    """The stacklevel, for the caller, of a warning at the user's own line."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and not is_users(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def location(eqn: JaxprEqn) -> Location | None:

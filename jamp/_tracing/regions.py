@@ -19,7 +19,7 @@ from jamp import _dtypes
 from jamp._compat import scope_names
 from jamp._dtypes import DType
 from jamp._equations import equations
-from jamp._errors import AutocastError, AutocastTypeError
+from jamp._errors import AutocastError, AutocastTypeError, did_you_mean
 from jamp._lru import LRU
 from jamp._policy.policy import Policy
 from jamp._policy.rules import DEVICES
@@ -48,7 +48,8 @@ def device_kind(device_type: Any) -> str:
         )
     if device_type not in DEVICES:
         raise AutocastError(
-            f"unknown device_type {device_type!r}; known are {', '.join(DEVICES)}"
+            f"unknown device_type {device_type!r}{did_you_mean(device_type, DEVICES)} "
+            f"(known are {', '.join(DEVICES)})"
         )
     return DEVICES[device_type]
 
@@ -103,6 +104,7 @@ def named_arguments(function: str, named: Mapping[str, Any]) -> Arguments:
     if unknown:
         raise AutocastTypeError(
             f"{function} takes the options of jamp.autocast, not {', '.join(unknown)}"
+            + did_you_mean(unknown[0], known)
         )
     return Arguments(**{name: named[name] for name in named.keys() & known})
 
