@@ -2,6 +2,5 @@
 
 from jamp._emit import derivatives as derivatives
 from jamp._emit import float32_calls as float32_calls
-from jamp._emit import loops as loops
 from jamp._emit import programs as programs
 from jamp._emit.emitter import emit as emit

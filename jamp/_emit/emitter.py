@@ -16,7 +16,8 @@ from jamp._lowerings.lower import lowering
 from jamp._plan.plan import Action, Bind, Broadcast, Cast, Plan, Structural
 from jamp._plan.values import Value
 
-Emission = Callable[["Emitter", Any, list[Any]], Sequence[Any]]
+Arrays = Sequence[Any]
+Emission = Callable[["Emitter", Any, list[Any]], Arrays]
 
 _emissions: dict[type[Action] | str, Emission] = {}
 
@@ -73,10 +74,8 @@ class Emitter:
     def closed(self, plan: Plan, arrays: Sequence[Any], *, into: Any = None) -> Any:
         """The closed jaxpr of an inner plan, the same one wherever it is the same.
 
-        Args:
-          plan: the plan.
-          arrays: inputs and extras like those that it will run on.
-          into: dtypes of its results, if they are others than planned.
+        It is for inputs and extras like these arrays, and has results in the dtypes
+        `into`, if they are others than planned.
         """
         avals = tuple(map(jax.typeof, arrays))
         key = (plan, avals, None if into is None else tuple(into))
@@ -94,9 +93,7 @@ class Emitter:
 def _source_of(eqn: JaxprEqn, *inside: JaxprEqn) -> Iterator[None]:
     """Gives what is emitted inside the source, scopes and settings of an equation.
 
-    Args:
-      eqn: the equation.
-      *inside: equations inside of it, the outermost first.
+    And of those inside of it, the outermost first.
     """
     names = current_name_stack() + eqn.source_info.name_stack
     with user_context(eqn.source_info.traceback, name_stack=names), settings(eqn):
@@ -112,14 +109,12 @@ def _kind(action: Action) -> type[Action] | str:
 
 
 @emits(Cast)
-def _emit_cast(emitter: Emitter, action: Cast, arrays: list[Any]) -> list[Any]:
+def _emit_cast(emitter: Emitter, action: Cast, arrays: Arrays) -> Arrays:
     return [convert(arrays[0], action.results[0].dtype)]
 
 
 @emits(Broadcast)
-def _emit_broadcast(
-    emitter: Emitter, action: Broadcast, arrays: list[Any]
-) -> list[Any]:
+def _emit_broadcast(emitter: Emitter, action: Broadcast, arrays: Arrays) -> Arrays:
     shape = action.results[0].aval.shape
     ndim = jax.numpy.ndim(arrays[0])
     dimensions = range(len(shape) - ndim, len(shape))
@@ -127,7 +122,7 @@ def _emit_broadcast(
 
 
 @emits(Bind)
-def _emit_bind(emitter: Emitter, action: Bind, arrays: list[Any]) -> list[Any]:
+def _emit_bind(emitter: Emitter, action: Bind, arrays: Arrays) -> Arrays:
     if action.dtypes is None:
         return bind(action.eqn, arrays)
     avals = _dtypes.all_in_dtypes(action.eqn.invars, action.dtypes)

@@ -23,15 +23,13 @@ from jamp import _dtypes
 from jamp import _primitives as primitives
 from jamp._compat import INLINE, settings, under_trace
 from jamp._dtypes import FLOAT32
-from jamp._emit.emitter import Emitter, emits
+from jamp._emit.emitter import Arrays, Emitter, emits
 from jamp._equations import bind, nested
 from jamp._plan.plan import Float32Call
 
 
 @emits(Float32Call)
-def emit_float32_call(
-    emitter: Emitter, action: Float32Call, arrays: list[Any]
-) -> Sequence[Any]:
+def emit_float32_call(emitter: Emitter, action: Float32Call, arrays: Arrays) -> Arrays:
     """Emits equations that run in float32.
 
     If some of the arrays are of 16 bits, the backward pass runs the equations again.

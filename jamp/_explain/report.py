@@ -1,28 +1,30 @@
 """`jamp.explain`: what autocast did with a program, read from its decision records."""
 
-from __future__ import annotations
-
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.extend.core import jaxpr_as_fun
 
 from jamp._emit import emit
-from jamp._explain import data, html, text
+from jamp._explain import html, text
 from jamp._explain.figures import Figures
-from jamp._explain.operations import operations, options_inside
-from jamp._explain.residuals import Residuals, residuals_of_call
+from jamp._explain.operations import (
+    Counted,
+    Module,
+    Operation,
+    operations,
+    options_inside,
+)
+from jamp._explain.residuals import Residuals, bytes_by_dtype, residuals_of_call
 from jamp._plan.planner import make_plan
 from jamp._tracing import nnx_modules, regions, trace
 from jamp._tracing.checks import check_function
-from jamp._tracing.regions import Scope
-
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
+from jamp._tracing.regions import Options, Scope
 
 _GROUPS = ("function", "equation", "module")
 
@@ -76,7 +78,23 @@ class Report(Figures):
           `flops`, `result_bytes`, `cast_bytes`, and `casts`, each `from` a dtype `to`
           another, of a `shape`.
         """
-        return data.to_dict(self)
+        kept = self.residuals
+        unknown = Counter(record.primitive for record in self.unknown)
+        return {
+            "function": self.name,
+            **_options(self.options),
+            "regions": list(map(_options, self.regions)),
+            "attention": list(self.attention),
+            "unknown": dict(sorted(unknown.items())),
+            "unused_entries": [
+                {**entry._asdict(), "rule": entry.rule.value} for entry in self.unused
+            ],
+            "figures": _figures(self),
+            "residual_bytes": kept
+            and {name: bytes_by_dtype(found) for name, found in kept._asdict().items()},
+            "modules": _module(self.modules),
+            "operations": [_operation(op) for op in self.operations],
+        }
 
     def to_html(self) -> str:
         """The report as one HTML page, which loads nothing."""
@@ -92,9 +110,7 @@ class Report(Figures):
     def __repr__(self) -> str:
         return f"<Report of {self.name}: {self.header}>"
 
-    def __rich_console__(
-        self, console: Console, options: ConsoleOptions
-    ) -> RenderResult:
+    def __rich_console__(self, console: Any, options: Any) -> Any:
         from jamp._explain.rich import renderables  # rich need not be installed
 
         return renderables(self)
@@ -152,3 +168,61 @@ def explain(
         return Report(found, name, options, others, kept)
 
     return explained
+
+
+def _options(options: Options) -> dict[str, Any]:
+    return {
+        "device_type": options.device_type,
+        "dtype": options.dtype.name,
+        "policy": options.policy.name,
+        "enabled": options.enabled,
+    }
+
+
+def _figures(counted: Counted) -> dict[str, Any]:
+    return {
+        "equations": len(counted.operations),
+        "matmuls": len(counted.matmuls),
+        "low_matmuls": counted.low_matmuls,
+        "flops": counted.flops,
+        "low_flop_share": counted.low_flop_share,
+        "result_bytes": counted.result_bytes,
+        "low_byte_share": counted.low_byte_share,
+        "casts": counted.casts,
+        "cast_bytes": counted.cast_bytes,
+    }
+
+
+def _module(module: Module) -> dict[str, Any]:
+    return {
+        "name": module.name,
+        "figures": _figures(module),
+        "modules": [_module(child) for child in module.children],
+    }
+
+
+def _operation(op: Operation) -> dict[str, Any]:
+    record, location = op.record, op.location
+    return {
+        "primitive": record.primitive,
+        "function": op.function,
+        "rule": record.ruling.rule.value,
+        "source": record.ruling.source,
+        "scope": list(record.scope),
+        "file": location.file if location else None,
+        "line": location.line if location else None,
+        "operands": [None if d is None else str(d) for d in record.operands],
+        "results": [None if d is None else str(d) for d in record.results],
+        "times": op.times,
+        "flops": op.flops,
+        "result_bytes": dict(op.result_bytes),
+        "cast_bytes": op.cast_bytes,
+        "casts": [
+            {
+                "from": cast.source.name,
+                "to": cast.target.name,
+                "shape": [n if isinstance(n, int) else str(n) for n in cast.shape],
+            }
+            for cast in record.casts
+        ],
+    }

@@ -1,10 +1,8 @@
 """A report in the terminal, by rich, which need not be installed for anything else."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from rich.console import RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -13,9 +11,6 @@ from jamp._explain.figures import Figures
 from jamp._explain.operations import Module
 from jamp._explain.rows import Row, rows
 from jamp._explain.text import FIGURES, figures, summary
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 _STYLES = {"f16": "cyan", "bf16": "green", "f32": "yellow", "f64": "red"}
 

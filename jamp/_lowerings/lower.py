@@ -1,19 +1,22 @@
 """The hook between a plan and JAX: which primitive is bound for an equation."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
-from jax.extend.core import JaxprEqn
+import jax
+from jax.extend.core import JaxprEqn, Primitive
 
+from jamp import _dtypes
 from jamp import _primitives as primitives
-from jamp._lowerings.lowering import Lowering, with_params
-from jamp._lowerings.products import lower_product
-from jamp._lowerings.scatters import lower_scatter
+from jamp._lowerings.processor import multiplies_bfloat16
 
-_LOWERINGS: Mapping[str, Callable[[JaxprEqn, Sequence[Any], str], Lowering]] = {
-    **dict.fromkeys(primitives.MATMULS, lower_product),
-    **dict.fromkeys(primitives.SCATTERS, lower_scatter),
-}
+
+class Lowering(NamedTuple):
+    """A primitive and all of its parameters."""
+
+    primitive: Primitive
+    params: dict[str, Any]
 
 
 def lowering(eqn: JaxprEqn, avals: Sequence[Any], device_type: str) -> Lowering:
@@ -29,4 +32,47 @@ def lowering(eqn: JaxprEqn, avals: Sequence[Any], device_type: str) -> Lowering:
       parameters.
     """
     lower = _LOWERINGS.get(eqn.primitive.name)
-    return lower(eqn, avals, device_type) if lower else with_params(eqn)
+    return lower(eqn, avals, device_type) if lower else _with_params(eqn)
+
+
+def _with_params(eqn: JaxprEqn, **params: Any) -> Lowering:
+    """The equation's own primitive, with some other parameters."""
+    return Lowering(eqn.primitive, {**eqn.params, **params})
+
+
+def _lower_product(eqn: JaxprEqn, avals: Sequence[Any], device_type: str) -> Lowering:
+    """What is bound for a matmul or convolution, in its operands' dtype."""
+    dtype = _dtypes.widest(aval.dtype for aval in avals[:2])
+    params: dict[str, Any] = {"preferred_element_type": dtype}
+    if dtype in _dtypes.LOW_DTYPES and eqn.params.get("precision") is not None:
+        # A configured one is for float32; its transposes would take it again for None.
+        params["precision"] = (jax.lax.Precision.DEFAULT, jax.lax.Precision.DEFAULT)
+    slow = (
+        dtype in _dtypes.LOW_DTYPES
+        and device_type == "cpu" == jax.default_backend()
+        and multiplies_bfloat16() is False
+        # XLA would send float32 copies of sharded operands from device to device.
+        and jax.device_count() == 1
+    )
+    if slow and eqn.primitive.name == "dot_general":
+        # 16-bit operands and results, multiplied and summed in float32: the same
+        # product, without a loop that takes its operands apart one by one.
+        params["precision"] = jax.lax.DotAlgorithmPreset.F32_F32_F32
+    return _with_params(eqn, **params)
+
+
+def _lower_scatter(eqn: JaxprEqn, avals: Sequence[Any], device_type: str) -> Lowering:
+    """What is bound for a scatter: its program for one element is in other dtypes."""
+    del device_type
+    public = getattr(jax.lax, eqn.primitive.name.replace("-", "_"))
+    names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+    params = {name: eqn.params[name] for name in names}
+    eqns = jax.make_jaxpr(partial(public, **params))(*avals).eqns
+    (traced,) = (found for found in eqns if found.primitive is eqn.primitive)
+    return Lowering(eqn.primitive, dict(traced.params))
+
+
+_LOWERINGS: Mapping[str, Callable[[JaxprEqn, Sequence[Any], str], Lowering]] = {
+    **dict.fromkeys(primitives.MATMULS, _lower_product),
+    **dict.fromkeys(primitives.SCATTERS, _lower_scatter),
+}
