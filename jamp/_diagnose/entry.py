@@ -12,13 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jamp._diagnose.cure import find_cure, suggestions_of
-from jamp._diagnose.diagnosis import (
-    ARGUMENT,
-    Diagnosis,
-    Finding,
-    Suggestion,
-    Underflow,
-)
+from jamp._diagnose.diagnosis import ARGUMENT, Diagnosis, Finding, Suggestion, Underflow
 from jamp._diagnose.examine import Examination, examine, scale_window
 from jamp._diagnose.judge import Fault, error_limit, gradient_error, kind_of
 from jamp._diagnose.ledger import Measured
@@ -118,9 +112,7 @@ def _checked_scale(fn: Any, loss_scale: float | None) -> float | None:
 
 
 @contextmanager
-def _shown(
-    progress: bool | None,
-) -> Iterator[Callable[[int], Callable[[], object]]]:
+def _shown(progress: bool | None) -> Iterator[Callable[[int], Callable[[], object]]]:
     """Shows a bar, by rich if it is installed, or else a plain line.
 
     Yields:

@@ -61,10 +61,7 @@ def save_plot(
         facecolor="white",
     )
     grid: Any = figure.subplots(
-        2,
-        len(sides),
-        squeeze=False,
-        gridspec_kw={"height_ratios": [rows + 0.8, 0.6]},
+        2, len(sides), squeeze=False, gridspec_kw={"height_ratios": [rows + 0.8, 0.6]}
     )
     for column, side in enumerate(sides):
         axes, below = grid[:, column]

@@ -1,7 +1,6 @@
 """Dtypes of one equation under a rule: eligibility, constants, scalars and biases."""
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from jax.extend.core import JaxprEqn
@@ -10,7 +9,7 @@ from jamp import _dtypes
 from jamp import _primitives as primitives
 from jamp._dtypes import FLOAT32, DType
 from jamp._plan import intervals
-from jamp._plan.values import Value
+from jamp._plan.values import Value, Values
 from jamp._policy.rules import Rule
 
 
@@ -22,7 +21,7 @@ class Dtypes(NamedTuple):
     result: DType | None = None  # the dtype to which the results are rounded, if any
 
 
-def choose(rule: Rule, eqn: JaxprEqn, operands: Sequence[Value], low: DType) -> Dtypes:
+def choose(rule: Rule, eqn: JaxprEqn, operands: Values, low: DType) -> Dtypes:
     """The dtypes in which an equation runs under a rule."""
     if rule is Rule.LOWER and any(_dtypes.is_complex(v.dtype) for v in operands):
         rule = Rule.AS_TRACED
@@ -43,7 +42,7 @@ def choose(rule: Rule, eqn: JaxprEqn, operands: Sequence[Value], low: DType) -> 
     return Dtypes(tuple(dtype if v.eligible else None for v in operands), result)
 
 
-def _enlarges(eqn: JaxprEqn, operands: Sequence[Value]) -> bool:
+def _enlarges(eqn: JaxprEqn, operands: Values) -> bool:
     """Whether an equation repeats values of the program; see `plain._operand`."""
     return (
         eqn.primitive.name in primitives.ENLARGING
@@ -52,7 +51,7 @@ def _enlarges(eqn: JaxprEqn, operands: Sequence[Value]) -> bool:
     )
 
 
-def _activation(operands: Sequence[Value]) -> DType | None:
+def _activation(operands: Values) -> DType | None:
     """The widest dtype among the operands of the highest rank."""
     floats = [v for v in operands if v.eligible and not v.follows]
     if not floats:
@@ -61,7 +60,7 @@ def _activation(operands: Sequence[Value]) -> DType | None:
     return _dtypes.widest(v.dtype for v in floats if v.ndim == rank)
 
 
-def _promote(eqn: JaxprEqn, operands: Sequence[Value]) -> Dtypes:
+def _promote(eqn: JaxprEqn, operands: Values) -> Dtypes:
     """The widest dtype of the operands; constants and scalars follow the others."""
     floats = [v for v in operands if v.eligible]
     firm = [v for v in floats if not v.follows]

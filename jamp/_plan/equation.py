@@ -10,7 +10,7 @@ from jamp._dtypes import DType
 from jamp._equations import closed
 from jamp._plan.plan import Bind, Cast, Context, Plan, Structural
 from jamp._plan.records import Conversion, InnerRecords, Record
-from jamp._plan.values import Traits, Value
+from jamp._plan.values import Traits, Value, Values
 from jamp._tracing.regions import Options
 
 
@@ -65,12 +65,12 @@ class Equation(NamedTuple):
     """An equation about to be planned."""
 
     eqn: JaxprEqn
-    operands: Sequence[Value]  # its operands, in whatever dtypes they have by now
+    operands: Values  # its operands, in whatever dtypes they have by now
     context: Context  # what holds around it
     caster: Caster
     # Plan a closed program of its own, and one as part of the program around it.
-    plan_inner: Callable[[Any, Sequence[Value], Context, Iterable[int]], Plan]
-    plan_inline: Callable[[Any, Sequence[Value], Context, Plan], list[Value]]
+    plan_inner: Callable[[Any, Values, Context, Iterable[int]], Plan]
+    plan_inline: Callable[[Any, Values, Context, Plan], list[Value]]
 
     @property
     def plan(self) -> Plan:
@@ -78,7 +78,7 @@ class Equation(NamedTuple):
         return self.caster.plan
 
     def inner(
-        self, program: Any, operands: Sequence[Value], hoisted: Iterable[int] = ()
+        self, program: Any, operands: Values, hoisted: Iterable[int] = ()
     ) -> Plan:
         """Plans a program that the equation holds."""
         return self.plan_inner(closed(program), operands, self.context, hoisted)
@@ -93,7 +93,7 @@ class Equation(NamedTuple):
     def calling(
         self,
         inner: Plan,
-        operands: Sequence[Value] | None = None,
+        operands: Values | None = None,
         *,
         changed: bool = False,
         kind: str | None = None,
@@ -113,7 +113,7 @@ class Equation(NamedTuple):
         self,
         plans: Sequence[Plan],
         dtypes: Iterable[Any],
-        operands: Sequence[Value] | None = None,
+        operands: Values | None = None,
         traits: Sequence[Traits] = (),
         kind: str | None = None,
     ) -> list[Value]:
@@ -131,7 +131,7 @@ class Equation(NamedTuple):
             for var, dtype, found in zip(self.eqn.outvars, dtypes, known, strict=True)
         ]
 
-    def extras(self, inputs: Sequence[Value], inner: Plan) -> list[Value]:
+    def extras(self, inputs: Values, inner: Plan) -> list[Value]:
         """The casts of a program's first inputs that it leaves to this equation."""
         return [self.caster.cast(inputs[slot], dtype) for slot, dtype in inner.extras]
 

@@ -13,9 +13,9 @@ from jamp._dtypes import FLOAT32, DType
 from jamp._equations import nested, read_by
 from jamp._plan.equation import Caster
 from jamp._plan.plain import explicit_precision
-from jamp._plan.plan import Context, Float32Call, Plan
+from jamp._plan.plan import Context, Environment, Float32Call
 from jamp._plan.records import Entry, InnerRecords, Origin, Record, Ruling, originals
-from jamp._plan.values import Environment, Value
+from jamp._plan.values import Value
 from jamp._policy.functions import Function
 from jamp._policy.rules import Rule
 from jamp._tracing.regions import Options, Scope
@@ -28,10 +28,9 @@ class ListedCall:
     function: Function  # the policy's entry
     eqns: Sequence[JaxprEqn]  # its equations, consecutive ones of their program
     start: int  # the number of the first of them
-    env: Environment  # values of the program
+    env: Environment  # values of the program, and its plan
     context: Context  # what holds around the call
     scope: Scope  # the named scopes that the equations stand in
-    plan: Plan  # what the call becomes a part of
     plan_inside: Callable[[Environment, Context], None]  # plans its equations
 
     @property
@@ -110,7 +109,7 @@ class ListedCall:
 
 def plan_listed_call(call: ListedCall) -> None:
     """Plans the equations of one call of a listed function."""
-    rule, plan, eqns = call.ruling.rule, call.plan, call.eqns
+    rule, plan, eqns = call.ruling.rule, call.env.plan, call.eqns
     # Inside, one rule settles every equation.
     forced = Rule.FLOAT32 if rule is Rule.INTERNAL_FLOAT32 else rule
     inner = call.context._replace(inside=call.context.inside | {call.function})
@@ -175,7 +174,7 @@ def _lowered(entering: dict[Any, Value], caster: Caster) -> dict[Any, Value]:
 
 def _plan_in_float32(call: ListedCall, enter: Caster) -> None:
     """Plans a call that is float32 throughout, once its operands are."""
-    env, plan = call.env, call.plan
+    env, plan = call.env, call.env.plan
     # The backward pass runs again what is cheap enough.
     cheap = all(eqn.primitive.name in primitives.CHEAP for eqn in nested(call.eqns))
     again = cheap and not call.context.linear

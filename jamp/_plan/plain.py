@@ -19,7 +19,7 @@ from jamp._plan.dtypes import Dtypes, choose
 from jamp._plan.equation import Caster, Equation
 from jamp._plan.plan import Bind, Broadcast
 from jamp._plan.records import Origin, Ruling
-from jamp._plan.values import Traits, Value
+from jamp._plan.values import Traits, Value, Values
 from jamp._policy.functions import code_of
 from jamp._policy.rules import Rule
 
@@ -27,24 +27,17 @@ from jamp._policy.rules import Rule
 def plan_plain(equation: Equation) -> list[Value]:
     """Plans an equation that has no inner program."""
     eqn, operands, context, caster, *_ = equation
-    ruling = caster.record.ruling
-    if ruling.rule is not Rule.AS_TRACED and _bound_to_dtypes(eqn):
-        ruling = caster.record.ruling = _opaque(eqn)
-    dtypes = choose(ruling.rule, eqn, operands, context.region.dtype)
-    return cast_and_bind(equation, dtypes)
+    rule = caster.record.ruling.rule
+    if rule is not Rule.AS_TRACED and _bound_to_dtypes(eqn):
+        return plan_as_traced(equation)
+    return cast_and_bind(equation, choose(rule, eqn, operands, context.region.dtype))
 
 
 def plan_as_traced(equation: Equation) -> list[Value]:
     """Plans an equation in the dtypes it was traced in, whatever its rule."""
-    eqn, operands, context, caster, *_ = equation
-    caster.record.ruling = _opaque(eqn)
-    dtypes = choose(Rule.AS_TRACED, eqn, operands, context.region.dtype)
-    return cast_and_bind(equation, dtypes)
-
-
-def _opaque(eqn: JaxprEqn) -> Ruling:
-    """The rule of an equation that can only run as traced."""
-    return Ruling(Rule.AS_TRACED, Origin.OPAQUE, eqn.primitive.name)
+    name = equation.eqn.primitive.name
+    equation.caster.record.ruling = Ruling(Rule.AS_TRACED, Origin.OPAQUE, name)
+    return plan_plain(equation)
 
 
 def _bound_to_dtypes(eqn: JaxprEqn) -> bool:
@@ -124,15 +117,14 @@ def result_dtypes(
 
 
 def _result_traits(
-    eqn: JaxprEqn, operands: Sequence[Value], used: Sequence[Any], caster: Caster
+    eqn: JaxprEqn, operands: Values, used: Sequence[Any], caster: Caster
 ) -> Traits:
     """What is known of an equation's results."""
     name = eqn.primitive.name
     rank = len(_dtypes.shape_of(eqn.outvars[0])) if eqn.outvars else 0
     floats = [v for v in operands if v.eligible]
-    ruling = caster.record.ruling
     interval = None
-    if ruling.rule is Rule.PROMOTE:
+    if caster.record.ruling.rule is Rule.PROMOTE:
         interval = intervals.propagate(eqn, [v.traits.interval for v in operands])
     if name in primitives.MATMULS:
         return Traits(rank=rank, product=all(d in _dtypes.LOW_DTYPES for d in used[:2]))
@@ -141,9 +133,8 @@ def _result_traits(
         return Traits(rank=rank, probability=True)
     if name in primitives.MOVEMENT and floats:
         source = floats[0].traits
-        return source._replace(
-            interval=interval, rank=_rank_after(eqn, source.rank, rank)
-        )
+        rank = _rank_after(eqn, source.rank, rank)
+        return source._replace(interval=interval, rank=rank)
     traits = Traits(interval, rank)
     if unsafe and name in primitives.KEEPING_PROBABILITY:
         firm = [v for v in floats if not v.follows]
@@ -215,11 +206,8 @@ def explicit_precision(eqn: JaxprEqn) -> bool:
     for, and the same precision written at a call cannot be told from it.
     """
     precision: Any = eqn.params.get("precision")
-    given = precision if isinstance(precision, tuple) else (precision,)
-    if (
-        any(p not in (None, jax.lax.Precision.DEFAULT) for p in given)
-        and precision != _configured()
-    ):
+    given = {*precision} if isinstance(precision, tuple) else {precision}
+    if given - {None, jax.lax.Precision.DEFAULT} and precision != _configured():
         return True
     traced = [_dtypes.dtype_of(var) for var in eqn.invars[:2]]
     preferred = eqn.params.get("preferred_element_type")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from jamp._dtypes import DType
 from jamp._plan.records import Entry, Ruling
-from jamp._plan.values import Traits, Value
+from jamp._plan.values import Traits, Value, Values
 from jamp._policy.functions import Function
 from jamp._tracing.regions import Options, Scope
 
@@ -39,8 +41,8 @@ class Context(NamedTuple):
 class Action:
     """Something to bind."""
 
-    operands: Sequence[Value]  # the values that it takes
-    results: Sequence[Value]  # the values that it makes
+    operands: Values  # the values that it takes
+    results: Values  # the values that it makes
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,10 +110,10 @@ class Step:
 class Plan:
     """What is to run for one program."""
 
-    inputs: Sequence[Value]
+    inputs: Values
     # Further inputs: casts of inputs, by position and dtype.
     extras: dict[tuple[int, DType], Value] = field(default_factory=dict)
-    results: Sequence[Value] = ()
+    results: Values = ()
     steps: list[Step] = field(default_factory=list)  # what is to be bound, in order
     # The records of what was decided.
     entries: list[Entry] = field(default_factory=list)
@@ -138,3 +140,45 @@ class Plan:
         if not self.steps or self.steps[-1].source is not self._source:
             self.steps.append(Step(self._source))
         self.steps[-1].actions.append(action)
+
+
+class Environment:
+    """Values of a program's variables, and the plan that it becomes a part of."""
+
+    def __init__(self, jaxpr: Any, plan: Plan) -> None:
+        self.plan = plan
+        self._values: dict[Var, Value] = {}
+        self._overlay: Mapping[Var, Value] = {}
+        self._eqns: Sequence[JaxprEqn] = jaxpr.eqns
+        self._readers: dict[Var, list[int]] = {}
+        read = [*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars]
+        for index, variables in enumerate(read):
+            for var in variables:
+                if not isinstance(var, Literal):
+                    self._readers.setdefault(var, []).append(index)
+
+    def read(self, var: Any) -> Value:
+        if isinstance(var, Literal):
+            return Value.literal(var)
+        return self._overlay.get(var) or self._values[var]
+
+    def overlay(self, values: Mapping[Var, Value]) -> Environment:
+        """A view in which some variables read otherwise; it binds into this one."""
+        view = copy.copy(self)
+        view._overlay = {**self._overlay, **values}
+        return view
+
+    def bind(self, variables: Sequence[Any], values: Values) -> None:
+        for var, value in zip(variables, values, strict=True):
+            self._values[var] = value
+
+    def used_from(self, var: Any, index: int) -> bool:
+        """Whether equation `index` or a later one, or the caller, reads a variable."""
+        return self._readers.get(var, [-1])[-1] >= index
+
+    def next_reader(self, var: Any, index: int) -> JaxprEqn | None:
+        """The first equation from number `index` on that reads a variable, if any."""
+        readers = self._readers.get(var, [])
+        place = bisect_left(readers, index)
+        found = readers[place] if place < len(readers) else len(self._eqns)
+        return self._eqns[found] if found < len(self._eqns) else None

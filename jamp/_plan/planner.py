@@ -18,10 +18,10 @@ from jamp._errors import BannedOpError, JampWarning
 from jamp._plan.equation import Caster, Equation
 from jamp._plan.listed_calls import ListedCall, plan_listed_call
 from jamp._plan.plain import plan_as_traced, plan_convert, plan_plain
-from jamp._plan.plan import Context, Plan
+from jamp._plan.plan import Context, Environment, Plan
 from jamp._plan.records import Origin, Record, Ruling
 from jamp._plan.rules import STRUCTURAL, StructuralRule
-from jamp._plan.values import Environment, Value
+from jamp._plan.values import Value, Values
 from jamp._policy.functions import Function
 from jamp._policy.policy import Policy
 from jamp._policy.rules import RECIPROCAL, Rule
@@ -58,7 +58,7 @@ def inputs_like(program: Any, arrays: Sequence[Any]) -> list[Value]:
     return [Value.of(aval, getattr(found, "dtype", None)) for aval, found in pairs]
 
 
-def plan_program(program: Any, inputs: Sequence[Value], context: Context) -> Plan:
+def plan_program(program: Any, inputs: Values, context: Context) -> Plan:
     """Plans a closed jaxpr for inputs of which something is known."""
     return _Planner().plan(program, inputs, context)
 
@@ -90,7 +90,7 @@ class _Planner:
         # By policy, and found anew for each program: modules are imported and reloaded.
         self._listed: dict[Policy, _Listed] = {}
 
-    def plan(self, program: Any, inputs: Sequence[Value], context: Context) -> Plan:
+    def plan(self, program: Any, inputs: Values, context: Context) -> Plan:
         """Plans a closed jaxpr."""
         plan = Plan(inputs)
         plan.results = self.inline(program, inputs, context, plan)
@@ -106,7 +106,7 @@ class _Planner:
     def inner(
         self,
         program: Any,
-        operands: Sequence[Value],
+        operands: Values,
         context: Context,
         hoisted: Iterable[int] = (),
     ) -> Plan:
@@ -128,38 +128,32 @@ class _Planner:
         return self._inner[key][0]
 
     def inline(
-        self, program: Any, arguments: Sequence[Value], context: Context, plan: Plan
+        self, program: Any, arguments: Values, context: Context, plan: Plan
     ) -> list[Value]:
         """Plans a closed jaxpr as part of the program around it."""
         jaxpr = program.jaxpr
-        env = Environment(jaxpr)
+        env = Environment(jaxpr, plan)
         consts = [Value(jax.typeof(const), known=const) for const in program.consts]
         env.bind(jaxpr.constvars, consts)
         env.bind(jaxpr.invars, arguments)
-        self._plan_equations(jaxpr.eqns, 0, env, context, plan)
+        self._plan_equations(jaxpr.eqns, 0, env, context)
         return [env.read(var) for var in jaxpr.outvars]
 
     def _plan_equations(
-        self,
-        eqns: Sequence[JaxprEqn],
-        start: int,
-        env: Environment,
-        context: Context,
-        plan: Plan,
+        self, eqns: Sequence[JaxprEqn], start: int, env: Environment, context: Context
     ) -> None:
         """Plans equations, the first of which is number `start` of its program."""
         for group in self._calls(eqns, context):
             eqn, scope, user, call, _ = group[0]
             if call is None:
                 within = context._replace(scope=scope)
-                self._plan_equation(eqn, env, within, plan, user)
+                self._plan_equation(eqn, env, within, user)
             else:
                 own = tuple([entry.eqn for entry in group])
-                inside = partial(self._plan_equations, own, start, plan=plan)
-                listed = ListedCall(
-                    call.function, own, start, env, context, scope, plan, inside
+                inside = partial(self._plan_equations, own, start)
+                plan_listed_call(
+                    ListedCall(call.function, own, start, env, context, scope, inside)
                 )
-                plan_listed_call(listed)
             start += len(group)
 
     def _calls(
@@ -208,12 +202,7 @@ class _Planner:
             )
 
     def _plan_equation(
-        self,
-        eqn: JaxprEqn,
-        env: Environment,
-        context: Context,
-        plan: Plan,
-        user: Ruling | None = None,
+        self, eqn: JaxprEqn, env: Environment, context: Context, user: Ruling | None
     ) -> None:
         """Plans one equation under the rule that holds for it: the user's, if any."""
         operands = [env.read(var) for var in eqn.invars]
@@ -225,7 +214,7 @@ class _Planner:
         if ruling.rule is Rule.BANNED:
             raise self._banned(eqn, ruling)
         record = Record(eqn, ruling, context.scope.names)
-        plan.entries.append(record)
+        env.plan.entries.append(record)
         name = eqn.primitive.name
         converts = name == "convert_element_type"
         rule: StructuralRule = plan_convert if converts else plan_plain
@@ -239,8 +228,8 @@ class _Planner:
                 # enables autocast again ends it.
                 context = context._replace(forced=ruling)
         self._callers.append(eqn)
-        with plan.source(eqn):
-            caster = Caster(record, context.region, plan)
+        with env.plan.source(eqn):
+            caster = Caster(record, context.region, env.plan)
             results = rule(
                 Equation(eqn, operands, context, caster, self.inner, self.inline)
             )
@@ -253,9 +242,7 @@ class _Planner:
         around = map(origin.location, (eqn, *reversed(self._callers)))
         return str(next(filter(None, around), "unknown location"))
 
-    def _check_unsafe(
-        self, eqn: JaxprEqn, operands: Sequence[Value], policy: Policy
-    ) -> None:
+    def _check_unsafe(self, eqn: JaxprEqn, operands: Values, policy: Policy) -> None:
         for unsafe in policy.unsafe:
             if eqn.primitive.name in unsafe.primitives and any(
                 operand.traits.rounded == unsafe.dtype for operand in operands
@@ -287,9 +274,7 @@ def user_ruling(scope: Scope) -> Ruling | None:
     return None
 
 
-def primitive_ruling(
-    eqn: JaxprEqn, operands: Sequence[Value], policy: Policy
-) -> Ruling:
+def primitive_ruling(eqn: JaxprEqn, operands: Values, policy: Policy) -> Ruling:
     """The rule of an equation's primitive."""
     name = eqn.primitive.name
     rules = policy.primitive_rules

@@ -20,7 +20,7 @@ from jamp._plan.derivative_rules import trace_jvp
 from jamp._plan.equation import Equation
 from jamp._plan.plan import Plan
 from jamp._plan.records import Conversion
-from jamp._plan.values import Traits, Value
+from jamp._plan.values import Traits, Value, Values
 from jamp._tracing.regions import holds_region, tracing
 
 StructuralRule = Callable[[Equation], list[Value]]
@@ -98,7 +98,7 @@ def plan_scan(equation: Equation) -> list[Value]:
     # A cast that is made elsewhere has no transpose.
     hoisted = range(0 if equation.context.linear else num_consts)
 
-    def body(carried: Sequence[Value]) -> Plan:
+    def body(carried: Values) -> Plan:
         inputs = [*consts, *carried, *sliced]
         return equation.inner(params["jaxpr"], inputs, hoisted=hoisted)
 
@@ -123,7 +123,7 @@ def plan_while(equation: Equation) -> list[Value]:
     cond_consts, rest = operands[:num_cond], operands[num_cond:]
     body_consts, carry = rest[:num_body], rest[num_body:]
 
-    def body(carried: Sequence[Value]) -> Plan:
+    def body(carried: Values) -> Plan:
         inputs = [*body_consts, *carried]
         return equation.inner(params["body_jaxpr"], inputs, hoisted=range(num_body))
 
@@ -170,7 +170,7 @@ def _note_casts(equation: Equation, inner: Plan, dtypes: Iterable[Any]) -> None:
 
 
 def _in_dtypes(
-    equation: Equation, values: Sequence[Value], dtypes: Sequence[Any]
+    equation: Equation, values: Values, dtypes: Sequence[Any]
 ) -> list[Value]:
     pairs = zip(values, dtypes, strict=True)
     return [equation.caster.cast(value, dtype) for value, dtype in pairs]
@@ -183,9 +183,7 @@ def _meet(dtypes: Sequence[Any]) -> Any:
     return dtypes[0]
 
 
-def _settle(
-    carry: Sequence[Value], body: Callable[[Sequence[Value]], Plan]
-) -> tuple[Plan, list[Any]]:
+def _settle(carry: Values, body: Callable[[Values], Plan]) -> tuple[Plan, list[Any]]:
     """Finds the dtypes at which a loop's carry stays what it is.
 
     They are those that iterating one by one would come to, from the dtypes that come
@@ -206,7 +204,7 @@ def _settle(
         seen.append(dtypes)
 
 
-def _carried(carry: Sequence[Value], dtypes: Sequence[Any]) -> list[Value]:
+def _carried(carry: Values, dtypes: Sequence[Any]) -> list[Value]:
     """Stand-ins for a loop's carry in certain dtypes."""
     pairs = zip(carry, dtypes, strict=True)
     return [_stand_in(value.aval, dtype) for value, dtype in pairs]
@@ -217,7 +215,7 @@ def _stand_in(aval: Any, dtype: Any) -> Value:
     return Value.of(aval, dtype, Traits(rank=getattr(aval, "ndim", 0)))
 
 
-def _unchanged(carry: Sequence[Value], dtypes: Sequence[Any]) -> bool:
+def _unchanged(carry: Values, dtypes: Sequence[Any]) -> bool:
     return [value.dtype for value in carry] == list(dtypes)
 
 
