@@ -15,7 +15,7 @@ from jamp._diagnose.cure import find_cure, suggestions_of
 from jamp._diagnose.diagnosis import ARGUMENT, Diagnosis, Finding, Suggestion, Underflow
 from jamp._diagnose.examine import Examination, examine, scale_window
 from jamp._diagnose.judge import Fault, error_limit, gradient_error, kind_of
-from jamp._diagnose.ledger import Measured
+from jamp._diagnose.measure import Measured
 from jamp._diagnose.plot import Histogram
 from jamp._diagnose.program import Settings, Subject
 from jamp._diagnose.suggest import Change

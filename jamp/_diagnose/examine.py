@@ -11,8 +11,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from jamp import _dtypes
 from jamp._diagnose.judge import Fault, Outcome, Verdict, find_faults, judge
-from jamp._diagnose.ledger import Ledger, Measured
-from jamp._diagnose.measure import LOWEST_EXPONENT, is_measured
+from jamp._diagnose.measure import LOWEST_EXPONENT, Ledger, Measured, is_measured
 from jamp._diagnose.program import Program, Settings, Subject, make_program
 from jamp._diagnose.walk import EXACTLY, Steps, Walk, as_pair, count_equations, entering
 from jamp._tracing.regions import Scope

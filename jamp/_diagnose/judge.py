@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jamp import _primitives as primitives
-from jamp._diagnose.ledger import Ledger, Measured
-from jamp._diagnose.measure import LOWEST_EXPONENT, Pair, State, state_of
+from jamp._diagnose.measure import Ledger, Measured, Pair, State, state_of
 from jamp._dtypes import narrow
 
 # The error of independent roundings grows with the root of their number. An error of
@@ -160,8 +159,7 @@ def kind_of(measured: Measured, share: float = UNDERFLOWED) -> str:
     """
     found = measured.statistics
     # Only small numbers underflow; a difference may be zero for another reason.
-    lowest = int(jnp.finfo(measured.dtype).minexp)
-    small = found.exponents[: max(0, lowest - LOWEST_EXPONENT)].sum()
+    small = found.smaller(int(jnp.finfo(measured.dtype).minexp))
     return "underflow" if small > share * found.nonzero else "precision"
 
 

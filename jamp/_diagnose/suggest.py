@@ -11,7 +11,7 @@ from typing import Any
 from jamp._compat import frames
 from jamp._diagnose.examine import Examination, scale_window
 from jamp._diagnose.judge import Fault
-from jamp._diagnose.ledger import Measured
+from jamp._diagnose.measure import Measured
 from jamp._diagnose.program import Settings
 from jamp._dtypes import BFLOAT16, FLOAT16, narrow
 from jamp._policy.functions import Function

@@ -22,8 +22,16 @@ from jax.extend.core import JaxprEqn, Literal, jaxpr_as_fun
 from jamp import _dtypes
 from jamp import _primitives as primitives
 from jamp._compat import scan_counts
-from jamp._diagnose.ledger import Ledger, Measured, Tracked
-from jamp._diagnose.measure import Pair, has_shadow, is_measured, measure, state_of
+from jamp._diagnose.measure import (
+    Ledger,
+    Measured,
+    Pair,
+    Tracked,
+    has_shadow,
+    is_measured,
+    measure,
+    state_of,
+)
 from jamp._equations import (
     bind,
     bind_primitive,
