@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import jamp
-from jamp._explain.rows import amount, rows
+from jamp._explain.text import amount, rows
 
 X = jnp.ones((2, 8))
 VOID = {"meta", "input", "br", "link", "img", "hr"}

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from jamp._explain.operations import Counted, Module, module_of
 from jamp._explain.residuals import Residuals
-from jamp._explain.rows import share
 from jamp._plan.records import Origin, Record
 from jamp._policy.policy import Policy, entries
 from jamp._policy.rules import BUILTIN, Rule
@@ -104,7 +103,7 @@ class Figures(Counted):
         if 0 < len(wide) < len(matmuls):
             yield (
                 f"{len(wide)} of {len(matmuls)} matmuls and convolutions "
-                f"({share(1 - self.low_flop_share)} of their FLOPs) do not run in 16 "
+                f"({1 - self.low_flop_share:.1%} of their FLOPs) do not run in 16 "
                 f"bits: {reasons}"
             )
 

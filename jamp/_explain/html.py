@@ -9,8 +9,7 @@ from string import Template
 from jamp._explain.figures import Figures
 from jamp._explain.operations import Counted, Module
 from jamp._explain.residuals import bytes_by_dtype
-from jamp._explain.rows import Row, amount, rows, share, short, size
-from jamp._explain.text import FIGURES, figures
+from jamp._explain.text import FIGURES, Row, amount, figures, rows, share, short, size
 
 _COLOURED = ("f16", "bf16", "f32", "f64")
 # Modules this deep stand open at first.

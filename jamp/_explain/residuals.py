@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 
+from jamp import _dtypes
 from jamp import _primitives as primitives
-from jamp._dtypes import DType
 from jamp._explain.operations import elements
 
 _CALLS = {"jit", "closed_call"}
@@ -19,13 +19,20 @@ _CALLS = {"jit", "closed_call"}
 class Residual(NamedTuple):
     """A buffer that the forward pass leaves for the backward pass."""
 
-    shape: tuple[int, ...]
-    dtype: DType
+    call: tuple[int, ...]  # the calls that its equation stands in
+    var: Any
     eqn: JaxprEqn  # the equation that made it
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        return _dtypes.shape_of(self.var)
+
+    @property
+    def dtype(self) -> _dtypes.DType:
+        return _dtypes.dtype_of(self.var)  # type: ignore[no-any-return]
+
+    @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
         return elements(self.shape) * self.dtype.itemsize
 
 
@@ -61,16 +68,13 @@ def residuals(fn: Callable[..., Any], first: Any, *rest: Any) -> tuple[Residual,
     """
 
     def saved(first: Any, *rest: Any) -> Any:
-        return jax.vjp(lambda value: _floats(fn(value, *rest)), first)[1]
+        def floats(value: Any) -> list[Any]:
+            return list(filter(_is_float, jax.tree.leaves(fn(value, *rest))))
+
+        return jax.vjp(floats, first)[1]
 
     makers = _makers_of_results(jax.make_jaxpr(saved)(first, *rest).jaxpr)
-    found = {
-        (made.call, made.var): Residual(
-            made.var.aval.shape, made.var.aval.dtype, made.eqn
-        )
-        for made in makers
-        if isinstance(made, _Made)
-    }
+    found = {(m.call, m.var): m for m in makers if isinstance(m, Residual)}
     return tuple(sorted(found.values(), key=lambda residual: -residual.nbytes))
 
 
@@ -94,20 +98,8 @@ def residuals_of_call(
     return residuals(call, chosen, list(chain(*arguments)))
 
 
-def _floats(tree: Any) -> list[Any]:
-    return list(filter(_is_float, jax.tree.leaves(tree)))
-
-
 def _is_float(array: Any) -> bool:
     return bool(jnp.issubdtype(array.dtype, jnp.floating))
-
-
-class _Made(NamedTuple):
-    """The equation that makes a buffer, and the calls that it stands in."""
-
-    call: tuple[int, ...]
-    var: Any
-    eqn: JaxprEqn
 
 
 def _makers_of_results(jaxpr: Any, call: tuple[int, ...] = ()) -> list[Any]:
@@ -123,7 +115,7 @@ def _makers_of_results(jaxpr: Any, call: tuple[int, ...] = ()) -> list[Any]:
 
     for eqn in jaxpr.eqns:
         operands, name = list(map(maker_of, eqn.invars)), eqn.primitive.name
-        made: list[Any] = [_Made(call, var, eqn) for var in eqn.outvars]
+        made: list[Any] = [Residual(call, var, eqn) for var in eqn.outvars]
         if all(operand is None for operand in operands):
             made = [None] * len(made)
         elif name in _CALLS:

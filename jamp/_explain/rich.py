@@ -9,8 +9,7 @@ from rich.text import Text
 
 from jamp._explain.figures import Figures
 from jamp._explain.operations import Module
-from jamp._explain.rows import Row, rows
-from jamp._explain.text import FIGURES, figures, summary
+from jamp._explain.text import FIGURES, Row, figures, rows, summary
 
 _STYLES = {"f16": "cyan", "bf16": "green", "f32": "yellow", "f64": "red"}
 

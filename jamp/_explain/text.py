@@ -1,15 +1,211 @@
-"""A report as plain text: figures, and aligned columns under them."""
+"""A report as plain text, and the lines and words that every form of it shows."""
 
-from collections.abc import Iterator
+import linecache
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from jamp import _dtypes
 from jamp._explain.figures import Figures
-from jamp._explain.operations import Counted, Module
+from jamp._explain.operations import Counted, Module, Operation
 from jamp._explain.residuals import bytes_by_dtype
-from jamp._explain.rows import Row, amount, joined, rows, share, size
+from jamp._plan.records import Origin
+from jamp._policy.rules import Rule
 
 HEAD = ("operation", "computes in", "returns", "why", "where", "casts")
 FIGURES = ("FLOPs", "16 bits", "results", "casts")
 MODULE_HEAD = ("module", "dtype", *FIGURES, "where")
+
+_EXACT = ("bool", "int", "uint")
+_SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "float64": "f64"}
+
+# How wide a name may be, a path of modules, and at least the last of them.
+_NAME, _PATH, _LAST = 20, 20, 7
+
+
+@dataclass(frozen=True)
+class Row(Counted):
+    """What a report shows in one line: equations of one call, or of one kind."""
+
+    @property
+    def first(self) -> Operation:
+        """The first of its operations."""
+        return self.operations[0]
+
+    @property
+    def name(self) -> str:
+        """The listed function, or the primitive and how many equations of it."""
+        count = 1 if self.first.function else len(self.operations)
+        return self.first.entry if count == 1 else f"{self.first.entry} x{count}"
+
+    @property
+    def brief(self) -> str:
+        """The name; of a function's only the end if it is long."""
+        function = self.first.function
+        if function is None or len(function) <= _NAME:
+            return self.name
+        return _cut(function.rpartition(".")[2], _NAME)
+
+    @property
+    def rule(self) -> str:
+        """The rule that held."""
+        return self.first.record.ruling.rule.value
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """Short names of the dtypes of its operands."""
+        return _names(d for op in self.operations for d in op.record.operands)
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """Short names of the dtypes of what it returns."""
+        records = [op.record for op in self.operations]
+        if self.first.function is None:
+            return _names(d for record in records for d in record.results)
+        # What one of them hands to another does not leave the function.
+        read = {id(var) for record in records for var in record.eqn.invars}
+        leaving = _names(
+            dtype
+            for record in records
+            if record.returns
+            for var, dtype in zip(record.eqn.outvars, record.returns, strict=True)
+            if id(var) not in read
+        )
+        return leaving or _names(records[-1].results)
+
+    @property
+    def computes_in(self) -> str:
+        """The floating dtype of the operands of its largest operation, the widest."""
+        largest = max(self.operations, key=_weight)
+        dtypes = [d for d in largest.record.operands if d is not None]
+        floats = [d for d in dtypes if _dtypes.eligible(d) or _dtypes.is_float64(d)]
+        if not floats:
+            return "other"
+        return short(str(max(floats, key=lambda d: d.itemsize)))
+
+    def why(self, policy: str = "", name: str = "") -> str:
+        """The rule and where it comes from, without what the reader knows already.
+
+        Args:
+          policy: the name of the policy in force.
+          name: what the row is called.
+        """
+        ruling, uncast = self.first.record.ruling, self.first.uncast is not None
+        listed = ruling.origin in (Origin.SCOPE, Origin.FUNCTION, Origin.PRIMITIVE)
+        known = listed and not uncast and ruling.policy == policy
+        reason = ruling.label if known else self.first.reason
+        if uncast or ruling.rule is Rule.AS_TRACED:
+            return reason
+        rule = ruling.rule.value
+        return rule if known and reason == name else f"{rule}: {reason}"
+
+    @property
+    def location(self) -> str:
+        """File name and line of the user's."""
+        found = self.first.location
+        return f"{Path(found.file).name}:{found.line}" if found else ""
+
+    @property
+    def path_and_location(self) -> str:
+        """Modules, file name and line."""
+        path = _path(self.first.record.scope)
+        return " ".join(part for part in (path, self.location) if part) or "-"
+
+    @property
+    def code(self) -> str:
+        """The text of the user's line, if it can be read."""
+        found = self.first.location
+        return linecache.getline(found.file, found.line).strip() if found else ""
+
+    @property
+    def conversions(self) -> str:
+        """The conversions inserted, by dtypes."""
+        counts = Counter(
+            f"{short(cast.source.name)}->{short(cast.target.name)}"
+            for op in self.operations
+            for cast in op.record.casts
+        )
+        return ", ".join(f"{count} {cast}" for cast, count in sorted(counts.items()))
+
+
+def rows(operations: Iterable[Operation]) -> list[Row]:
+    """One row for the operations of one function on one line, in program order.
+
+    Calls for which nothing was decided are left out; what they hold is not.
+    """
+    groups: dict[Any, list[Operation]] = {}
+    for op in operations:
+        if op.decided:
+            rule, scope = op.record.ruling.rule, op.record.scope
+            key = (op.entry, rule, op.reason, op.location, scope)
+            groups.setdefault(key, []).append(op)
+    return [Row(tuple(group)) for group in groups.values()]
+
+
+def _weight(op: Operation) -> tuple[float, int]:
+    return op.flops, op.result_bytes.total()
+
+
+def short(dtype: str) -> str:
+    """The short name of a dtype."""
+    return _SHORT.get(dtype, dtype)
+
+
+def _path(scope: tuple[str, ...]) -> str:
+    """A path of modules; of a long one not the outermost and little of the middle."""
+    path = "/".join(scope)
+    if len(path) <= _PATH:
+        return path
+    *outer, last = scope[1:] or scope
+    kept = list(outer)
+    while kept and len("/".join([*kept, last[:_LAST]])) > _PATH:
+        kept.pop()
+    gap = [".."] if kept != outer else []
+    head = "/".join([*kept, *gap, ""])
+    return head + _cut(last, max(_PATH - len(head), _LAST))
+
+
+def _cut(word: str, width: int) -> str:
+    """A word without its middle if it is long."""
+    if len(word) <= width:
+        return word
+    return f"{word[: width // 2 - 2]}..{word[-(width - width // 2) :]}"
+
+
+def joined(names: Iterable[str]) -> str:
+    """Names of dtypes in one word, which says nothing of integers beside floats."""
+    every = list(names)
+    return "+".join([n for n in every if not n.startswith(_EXACT)] or every) or "-"
+
+
+def _names(dtypes: Iterable[Any]) -> tuple[str, ...]:
+    known = (short(str(d)) for d in dtypes if d is not None)
+    return tuple(dict.fromkeys(known))
+
+
+def share(value: float) -> str:
+    """A share in percent."""
+    return f"{value:.1%}"
+
+
+def amount(value: float, unit: str = "") -> str:
+    """A number with a prefix for its thousands."""
+    prefixes = ["", "k", "M", "G", "T", "P"]
+    while value >= 999.5 and len(prefixes) > 1:
+        value /= 1000
+        del prefixes[0]
+    return f"{value:.3g} {prefixes[0]}{unit}".rstrip()
+
+
+def size(nbytes: float) -> str:
+    """A number of bytes, with a binary prefix."""
+    prefixes = ["", "Ki", "Mi", "Gi", "Ti"]
+    while nbytes >= 1023.95 and len(prefixes) > 1:
+        nbytes /= 1024
+        del prefixes[0]
+    return f"{nbytes:.{1 if prefixes[0] else 0}f} {prefixes[0]}B"
 
 
 def text(report: Figures, group: str) -> str:

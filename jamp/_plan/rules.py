@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from jamp import _dtypes
+from jamp import _primitives as primitives
 from jamp._compat import scan_counts
 from jamp._equations import closed
 from jamp._plan.derivative_rules import trace_jvp
@@ -30,7 +31,7 @@ _rules: dict[str, StructuralRule] = {}
 STRUCTURAL: Mapping[str, StructuralRule] = MappingProxyType(_rules)
 
 
-def structural(*primitives: str) -> Callable[[StructuralRule], StructuralRule]:
+def structural(*names: str) -> Callable[[StructuralRule], StructuralRule]:
     """Registers what plans the equations of some primitives.
 
     Raises:
@@ -38,7 +39,7 @@ def structural(*primitives: str) -> Callable[[StructuralRule], StructuralRule]:
     """
 
     def register(rule: StructuralRule) -> StructuralRule:
-        for name in primitives:
+        for name in names:
             if name in _rules:
                 raise ValueError(
                     f"{name} has a rule already: {_rules[name].__qualname__}"
@@ -227,18 +228,12 @@ def plan_custom_jvp(equation: Equation) -> list[Value]:
     return equation.calling(inner, changed=changed)
 
 
-@structural("custom_vjp_call")
-def plan_custom_vjp(equation: Equation) -> list[Value]:
-    """Plans a custom_vjp function; its two rules are kept and run under the policy."""
-    inner = equation.inner(equation.eqn.params["call_jaxpr"], equation.operands)
-    # Whether its rules would change is known only once it is differentiated.
-    return equation.calling(inner, changed=True)
-
-
-@structural("custom_vmap_call")
-def plan_custom_vmap(equation: Equation) -> list[Value]:
-    """Plans a custom_vmap function; its rule is kept and runs under the same policy."""
-    inner = equation.inner(equation.eqn.params["call"], equation.operands)
+@structural("custom_vjp_call", "custom_vmap_call")
+def plan_custom_call(equation: Equation) -> list[Value]:
+    """Plans a function whose rules are kept and run under the same policy."""
+    held = primitives.CALLS[equation.eqn.primitive.name]
+    inner = equation.inner(equation.eqn.params[held], equation.operands)
+    # Whether its rules would change is known only once JAX asks for them.
     return equation.calling(inner, changed=True)
 
 
