@@ -41,7 +41,6 @@ def eligible(dtype: Any) -> bool:
 
 
 def is_complex(dtype: Any) -> bool:
-    """Whether values of this dtype are complex numbers."""
     return isinstance(dtype, np.dtype) and dtype.kind == "c"
 
 
@@ -86,6 +85,5 @@ def in_dtype(aval: Any, dtype: Any) -> Any:
 
 
 def all_in_dtypes(atoms: Iterable[Any], dtypes: Iterable[Any]) -> list[Any]:
-    """Abstract values of variables or literals, each in a dtype."""
     pairs = zip(atoms, dtypes, strict=True)
     return [in_dtype(atom.aval, dtype) for atom, dtype in pairs]

@@ -33,7 +33,6 @@ def closed(program: Any) -> Any:
 
 
 def read_by(eqn: JaxprEqn) -> list[Any]:
-    """The variables that an equation reads."""
     return [atom for atom in eqn.invars if not isinstance(atom, Literal)]
 
 
@@ -48,7 +47,6 @@ def constants(program: Any) -> Iterator[Any]:
 
 
 def holds_program(eqn: JaxprEqn) -> bool:
-    """Whether an equation holds any program."""
     return any(True for _ in jaxprs_in_params(eqn.params))
 
 
@@ -66,6 +64,5 @@ def bind(eqn: JaxprEqn, arrays: Sequence[Any], **params: Any) -> list[Any]:
 def bind_primitive(
     primitive: Primitive, params: dict[str, Any], arrays: Sequence[Any]
 ) -> list[Any]:
-    """Binds a primitive with the parameters of an equation."""
     results = primitive.bind(*arrays, **primitive.get_bind_params(params))
     return list(results) if primitive.multiple_results else [results]

@@ -76,7 +76,7 @@ def test_a_function_that_float32_enters_saves_what_jax_saves():
 
     plain, cast = (
         [
-            residual[:2]
+            (residual.shape, residual.dtype)
             for residual in program_figures.saved_for_backward(fn, jnp.ones(8))
         ]
         for fn in (loss, jamp.autocast(loss))

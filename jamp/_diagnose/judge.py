@@ -68,7 +68,6 @@ class Outcome:
 
     @property
     def mean(self) -> float:
-        """Its root mean square in float32."""
         return math.sqrt(self.power / max(self.shadow.size, 1))
 
     @property
@@ -128,7 +127,6 @@ def gradient_error(outcomes: Sequence[Outcome]) -> float:
 def judge(
     outcomes: Sequence[Outcome], dtype: Any, measured: Sequence[Measured]
 ) -> Verdict:
-    """Which outcomes of a program are wrong, given its operations."""
     limit = error_limit(dtype, sum(narrow(m.dtype) for m in measured))
     gradients = [outcome for outcome in outcomes if outcome.gradient]
     largest = max((outcome.mean for outcome in gradients), default=0.0)
@@ -164,8 +162,6 @@ def kind_of(measured: Measured, share: float = UNDERFLOWED) -> str:
 
 
 def find_faults(verdict: Verdict, ledger: Ledger) -> list[Fault]:
-    """The operations that are at fault."""
-
     def path_to(outcomes: Sequence[Outcome]) -> list[Measured]:
         return ledger.led_to(n for outcome in outcomes for n in outcome.producers)
 

@@ -39,7 +39,6 @@ class Pair(NamedTuple):
 
     @property
     def wide(self) -> Any:
-        """What the run in float32 reads."""
         return self.computed if self.shadow is None else self.shadow
 
 
@@ -120,7 +119,6 @@ class State(NamedTuple):
 
 
 def state_of(pair: Pair) -> State:
-    """How far a floating value is from float32's."""
     computed, shadow = _arrays(pair)
     finite, reached = np.isfinite(shadow), np.isfinite(computed)
     both = finite & reached
@@ -209,7 +207,6 @@ class Measured:
 
     @property
     def eqns(self) -> tuple[JaxprEqn, ...]:
-        """The equation and its callers, innermost first."""
         return (self.eqn, *reversed(self.callers))
 
     @property
@@ -229,8 +226,6 @@ class Measured:
 
 
 class Tracked(NamedTuple):
-    """A value of the walk."""
-
     pair: Pair  # what it is in both runs
     state: State | None  # how far it is from float32's; None for what is not measured
     scaled: bool  # whether it depends on the loss scale

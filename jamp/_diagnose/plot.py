@@ -48,7 +48,6 @@ def save_plot(
     loss_scale: float | None,
     window: tuple[float, float] | None,
 ) -> None:
-    """Draws a diagnosis; see `Diagnosis.plot`."""
     # matplotlib need not be installed for anything else.
     from matplotlib.figure import Figure
 

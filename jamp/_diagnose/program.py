@@ -37,8 +37,6 @@ class Settings:
 
 @dataclass(frozen=True)
 class Subject:
-    """A function and its arguments."""
-
     fn: Callable[..., Any]  # the function, of arrays where the user's has modules
     leaves: list[Any]  # leaves of its arguments
     tree: Any  # their structure
@@ -139,7 +137,6 @@ def _in_module(path: Path, modules: Mapping[int, Path]) -> Path:
 
 
 def _label_of(path: Path) -> str:
-    """A path as the user writes it."""
     return f"{path[0]}{jax.tree_util.keystr(path[1:])}"
 
 

@@ -27,8 +27,6 @@ BROAD = 0.75
 
 @dataclass(frozen=True)
 class Change:
-    """One change of the settings."""
-
     # `'loss_scale'`, `'function'`, `'scope'`, `'primitive'`, `'region'` or `'dtype'`.
     kind: str
     value: Any  # the new scale or dtype, or what a rule or region is for
@@ -37,7 +35,6 @@ class Change:
     covers: Callable[[Measured], bool] = field(compare=False)
 
     def apply(self, settings: Settings) -> Settings:
-        """The settings with this change."""
         options = settings.options
         policy = options.policy
         match self.kind:

@@ -192,7 +192,6 @@ _RUNS = {"cond": Walk._cond, "scan": Walk._scan, "while": Walk._while}
 def entering(
     pair: Pair, scaled: bool = False, producers: frozenset[int] = frozenset()
 ) -> Tracked:
-    """A value that enters a program."""
     measured = is_measured(jax.typeof(pair.computed))
     return Tracked(pair, state_of(pair) if measured else None, scaled, producers)
 

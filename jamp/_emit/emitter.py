@@ -39,7 +39,6 @@ def emits(kind: type[Action] | str) -> Callable[[Emission], Emission]:
 
 
 def emit(plan: Plan, arrays: Sequence[Any]) -> list[Any]:
-    """Runs a plan on its inputs, and returns its results."""
     return Emitter().run(plan, arrays)
 
 

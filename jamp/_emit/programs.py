@@ -19,7 +19,6 @@ from jamp._plan.plan import Structural
 
 @emits("jit")
 def emit_jit(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
-    """Emits a jitted function."""
     params, slots = action.eqn.params, action.slots
     # Every parameter that holds an entry per input needs one for the casts too.
     shardings, layouts = (
@@ -47,7 +46,6 @@ def emit_cond(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
 
 @emits("remat2")
 def emit_checkpoint(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
-    """Emits a checkpointed function, with its policy."""
     params, (plan,) = action.eqn.params, action.plans
     function = jax.checkpoint(
         lambda *arrays: emitter.run(plan, arrays),
@@ -112,7 +110,6 @@ def _narrowed_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
 
 @emits("scan")
 def emit_scan(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
-    """Emits a scan."""
     params, slots, (plan,) = action.eqn.params, action.slots, action.plans
     count, num_carry = scan_counts(params)
     end = len(arrays) - len(slots)
@@ -140,7 +137,6 @@ def emit_scan(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
 
 @emits("while")
 def emit_while(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
-    """Emits a while loop."""
     params, (test, plan) = action.eqn.params, action.plans
     num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
     end = len(arrays) - len(action.slots)

@@ -31,7 +31,6 @@ class Operation:
 
     @cached_property
     def location(self) -> Location | None:
-        """The user's line that led to it."""
         return self.record.location
 
     @property
@@ -54,7 +53,6 @@ class Operation:
 
     @property
     def matmul(self) -> bool:
-        """Whether it is a matmul or a convolution."""
         return self.record.primitive in primitives.MATMULS
 
     @property

@@ -44,7 +44,6 @@ class Residuals(NamedTuple):
 
 
 def bytes_by_dtype(residuals: Iterable[Residual]) -> dict[str, int]:
-    """Bytes of residuals by dtype."""
     total: Counter[str] = Counter()
     for residual in residuals:
         total[str(residual.dtype)] += residual.nbytes

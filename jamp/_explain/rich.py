@@ -28,7 +28,6 @@ def renderables(report: Figures) -> Iterator[RenderableType]:
 
 
 def _modules(module: Module) -> Table:
-    """The tree of modules."""
     table = _table("module")
     for name in FIGURES:
         table.add_column(name, justify="right", no_wrap=True)
@@ -43,7 +42,6 @@ def _add(table: Table, module: Module, depth: int) -> None:
 
 
 def _operations(report: Figures) -> Table:
-    """A line for each function and user line."""
     table = _table("operation", "dtypes", "why", "where")
     for row in rows(report.operations):
         table.add_row(

@@ -31,7 +31,6 @@ class Row(Counted):
 
     @property
     def first(self) -> Operation:
-        """The first of its operations."""
         return self.operations[0]
 
     @property
@@ -50,12 +49,10 @@ class Row(Counted):
 
     @property
     def rule(self) -> str:
-        """The rule that held."""
         return self.first.record.ruling.rule.value
 
     @property
     def operands(self) -> tuple[str, ...]:
-        """Short names of the dtypes of its operands."""
         return _names(d for op in self.operations for d in op.record.operands)
 
     @property
@@ -109,7 +106,6 @@ class Row(Counted):
 
     @property
     def path_and_location(self) -> str:
-        """Modules, file name and line."""
         path = _path(self.first.record.scope)
         return " ".join(part for part in (path, self.location) if part) or "-"
 
@@ -121,7 +117,6 @@ class Row(Counted):
 
     @property
     def conversions(self) -> str:
-        """The conversions inserted, by dtypes."""
         counts = Counter(
             f"{short(cast.source.name)}->{short(cast.target.name)}"
             for op in self.operations
@@ -149,7 +144,6 @@ def _weight(op: Operation) -> tuple[float, int]:
 
 
 def short(dtype: str) -> str:
-    """The short name of a dtype."""
     return _SHORT.get(dtype, dtype)
 
 
@@ -186,7 +180,6 @@ def _names(dtypes: Iterable[Any]) -> tuple[str, ...]:
 
 
 def share(value: float) -> str:
-    """A share in percent."""
     return f"{value:.1%}"
 
 
@@ -209,7 +202,6 @@ def size(nbytes: float) -> str:
 
 
 def text(report: Figures, group: str) -> str:
-    """The report as text; see `Report.text`."""
     if group == "module":
         table = [MODULE_HEAD, *_modules(report.modules)]
     else:
@@ -265,7 +257,6 @@ def _modules(module: Module, depth: int = 0) -> Iterator[tuple[str, ...]]:
 
 
 def figures(counted: Counted) -> tuple[str, ...]:
-    """The figures of `FIGURES`, as words."""
     if not counted.flops:
         flops = ("", "")
     else:

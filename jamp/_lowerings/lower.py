@@ -13,8 +13,6 @@ from jamp._lowerings.processor import multiplies_bfloat16
 
 
 class Lowering(NamedTuple):
-    """A primitive and all of its parameters."""
-
     primitive: Primitive
     params: dict[str, Any]
 

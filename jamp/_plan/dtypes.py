@@ -14,15 +14,12 @@ from jamp._policy.rules import Rule
 
 
 class Dtypes(NamedTuple):
-    """Dtypes for one equation."""
-
     # The dtype for each operand; None leaves it as it is.
     operands: tuple[DType | None, ...]
     result: DType | None = None  # the dtype to which the results are rounded, if any
 
 
 def choose(rule: Rule, eqn: JaxprEqn, operands: Values, low: DType) -> Dtypes:
-    """The dtypes in which an equation runs under a rule."""
     if rule is Rule.LOWER and any(_dtypes.is_complex(v.dtype) for v in operands):
         rule = Rule.AS_TRACED
     if rule is Rule.AS_TRACED or any(_dtypes.is_float64(v.dtype) for v in operands):

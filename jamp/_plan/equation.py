@@ -62,8 +62,6 @@ class Caster:
 
 
 class Equation(NamedTuple):
-    """An equation about to be planned."""
-
     eqn: JaxprEqn
     operands: Values  # its operands, in whatever dtypes they have by now
     context: Context  # what holds around it
@@ -80,7 +78,6 @@ class Equation(NamedTuple):
     def inner(
         self, program: Any, operands: Values, hoisted: Iterable[int] = ()
     ) -> Plan:
-        """Plans a program that the equation holds."""
         return self.plan_inner(closed(program), operands, self.context, hoisted)
 
     def as_traced(self, traits: Sequence[Traits] = ()) -> list[Value]:

@@ -44,7 +44,6 @@ class ListedCall:
 
     @cached_property
     def ruling(self) -> Ruling:
-        """The rule that holds for it."""
         policy = self.options.policy
         rule = policy.function_rules[self.function]
         return Ruling(rule, Origin.FUNCTION, self.function, policy.name)
@@ -108,7 +107,6 @@ class ListedCall:
 
 
 def plan_listed_call(call: ListedCall) -> None:
-    """Plans the equations of one call of a listed function."""
     rule, plan, eqns = call.ruling.rule, call.env.plan, call.eqns
     # Inside, one rule settles every equation.
     forced = Rule.FLOAT32 if rule is Rule.INTERNAL_FLOAT32 else rule

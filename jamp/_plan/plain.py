@@ -25,7 +25,6 @@ from jamp._policy.rules import Rule
 
 
 def plan_plain(equation: Equation) -> list[Value]:
-    """Plans an equation that has no inner program."""
     eqn, operands, context, caster, *_ = equation
     rule = caster.record.ruling.rule
     if rule is not Rule.AS_TRACED and _bound_to_dtypes(eqn):
@@ -97,7 +96,6 @@ def _operand(equation: Equation, value: Value, dtype: DType) -> Value:
 def result_dtypes(
     eqn: JaxprEqn, used: Sequence[Any], traced: Sequence[Any]
 ) -> list[Any]:
-    """The dtypes of an equation's results, given those of its operands."""
     outs = [_dtypes.dtype_of(var) for var in eqn.outvars]
     name = eqn.primitive.name
     if used == traced:
@@ -119,7 +117,6 @@ def result_dtypes(
 def _result_traits(
     eqn: JaxprEqn, operands: Values, used: Sequence[Any], caster: Caster
 ) -> Traits:
-    """What is known of an equation's results."""
     name = eqn.primitive.name
     rank = len(_dtypes.shape_of(eqn.outvars[0])) if eqn.outvars else 0
     floats = [v for v in operands if v.eligible]

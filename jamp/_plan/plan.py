@@ -33,14 +33,11 @@ class Context(NamedTuple):
 
     @property
     def region(self) -> Options:
-        """The options in force."""
         return self.scope.options
 
 
 @dataclass(frozen=True, eq=False)
 class Action:
-    """Something to bind."""
-
     operands: Values  # the values that it takes
     results: Values  # the values that it makes
 

@@ -53,13 +53,11 @@ def warn_unmatched(policy: Policy) -> None:
 
 
 def inputs_like(program: Any, arrays: Sequence[Any]) -> list[Value]:
-    """Inputs of a program, in the dtypes of some arrays."""
     pairs = zip(program.in_avals, map(jax.typeof, arrays), strict=True)
     return [Value.of(aval, getattr(found, "dtype", None)) for aval, found in pairs]
 
 
 def plan_program(program: Any, inputs: Values, context: Context) -> Plan:
-    """Plans a closed jaxpr for inputs of which something is known."""
     return _Planner().plan(program, inputs, context)
 
 
@@ -81,8 +79,6 @@ class _Listed(NamedTuple):
 
 
 class _Planner:
-    """Plans a program and those inside of it."""
-
     def __init__(self) -> None:
         self._inner: dict[Any, tuple[Plan, Any]] = {}
         self._warned = False
@@ -91,7 +87,6 @@ class _Planner:
         self._listed: dict[Policy, _Listed] = {}
 
     def plan(self, program: Any, inputs: Values, context: Context) -> Plan:
-        """Plans a closed jaxpr."""
         plan = Plan(inputs)
         plan.results = self.inline(program, inputs, context, plan)
         order = sorted(plan.extras, key=lambda extra: (extra[0], extra[1].name))
@@ -275,7 +270,6 @@ def user_ruling(scope: Scope) -> Ruling | None:
 
 
 def primitive_ruling(eqn: JaxprEqn, operands: Values, policy: Policy) -> Ruling:
-    """The rule of an equation's primitive."""
     name = eqn.primitive.name
     rules = policy.primitive_rules
     if name == "div" and operands[0].follows and not operands[1].follows:

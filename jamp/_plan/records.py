@@ -22,8 +22,6 @@ from jamp._tracing.origin import Location, location
 
 
 class Origin(enum.Enum):
-    """What gave an equation its rule."""
-
     REGION = "region"
     SCOPE = "scope"
     FUNCTION = "function"
@@ -33,8 +31,6 @@ class Origin(enum.Enum):
 
 
 class Ruling(NamedTuple):
-    """A rule, and where it came from."""
-
     rule: Rule
     # What gave it: a region with `enabled=False`, an entry of the policy, or, where the
     # policy's entry cannot hold, the equation itself.
@@ -70,8 +66,6 @@ class Ruling(NamedTuple):
 
 
 class Conversion(NamedTuple):
-    """One conversion that autocast inserted."""
-
     source: DType
     target: DType
     shape: tuple[int, ...]
@@ -94,12 +88,10 @@ class Record:
 
     @property
     def primitive(self) -> str:
-        """Name of the primitive."""
         return self.eqn.primitive.name
 
     @property
     def location(self) -> Location | None:
-        """The user's line that led to the equation."""
         found = location(self.eqn)
         if found is None and self.caller is not None:
             return location(self.caller)
@@ -107,7 +99,6 @@ class Record:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations, counted for matmuls and convolutions only."""
         return flops(self.eqn) if self.primitive in primitives.MATMULS else 0.0
 
     @property

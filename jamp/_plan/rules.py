@@ -118,7 +118,6 @@ def plan_scan(equation: Equation) -> list[Value]:
 
 @structural("while")
 def plan_while(equation: Equation) -> list[Value]:
-    """Plans a while loop."""
     params, operands = equation.eqn.params, equation.operands
     num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
     cond_consts, rest = operands[:num_cond], operands[num_cond:]

@@ -68,7 +68,6 @@ class Value:
 
     @classmethod
     def literal(cls, literal: Any) -> Value:
-        """A literal of the program."""
         traits = Traits(intervals.of_array(literal.val), literal.aval.ndim)
         return cls(literal.aval, traits, known=literal.val)
 

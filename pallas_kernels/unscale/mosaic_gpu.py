@@ -28,14 +28,11 @@ MOST_LEAVES = 16
 
 
 def takes(leaf: jax.Array) -> bool:
-    """Whether the kernel can take this leaf."""
     # JAX has no references to what varies over the axes of a checked shard_map.
     return launches.fits(leaf, WIDTH) and not launches.varying(leaf).varying
 
 
 def run(leaves: Sequence[jax.Array], inv_scale: jax.Array, request: Request) -> Results:
-    """Unscales and checks leaves that the kernel takes, in place where XLA can."""
-
     def call(launch: Launch, leaves: list[jax.Array]) -> Any:
         rows = [leaf.reshape(-1, WIDTH) for leaf in leaves]
         grid = (launch.starts[-1],)

@@ -21,13 +21,10 @@ MOST_LEAVES = 64
 
 
 def takes(leaf: jax.Array) -> bool:
-    """Whether the kernel can take this leaf."""
     return launches.fits(leaf)
 
 
 def run(leaves: Sequence[jax.Array], inv_scale: jax.Array, request: Request) -> Results:
-    """Unscales and checks leaves that the kernel takes, in place where XLA can."""
-
     def call(launch: Launch, leaves: list[jax.Array]) -> Any:
         def shape(size: int, dtype: Any, *varied_by: jax.Array) -> Any:
             kind = launches.varying(inv_scale, *varied_by)
