@@ -51,13 +51,7 @@ def holds_program(eqn: JaxprEqn) -> bool:
 
 
 def bind(eqn: JaxprEqn, arrays: Sequence[Any], **params: Any) -> list[Any]:
-    """Binds an equation's primitive.
-
-    Args:
-      eqn: the equation.
-      arrays: its operands.
-      **params: parameters that differ from the traced ones.
-    """
+    """Binds an equation's primitive, with some other parameters than traced."""
     return bind_primitive(eqn.primitive, {**eqn.params, **params}, arrays)
 
 

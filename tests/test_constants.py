@@ -22,7 +22,7 @@ from tables import check_each
 from test_plan import plan_of
 
 import jamp
-from jamp._plan.intervals import ARITHMETIC
+from jamp._plan.values import ARITHMETIC
 
 SHAPES = ((), (4,), (2, 4))
 DTYPES = ("float32", "float16", "int32", "uint8", "bool")

@@ -11,8 +11,8 @@ import pytest
 from jax.extend.core import Primitive
 
 from jamp import _primitives as primitives
-from jamp._plan import intervals
 from jamp._plan.rules import STRUCTURAL
+from jamp._plan.values import ARITHMETIC
 
 RELEASE = ".".join(jax.__version__.split(".")[:2])
 
@@ -24,7 +24,7 @@ TABLES = {
     for name, table in vars(primitives).items()
     if name.isupper() and isinstance(table, Collection)
 }
-TABLES |= {"rules": STRUCTURAL, "intervals": intervals.ARITHMETIC}
+TABLES |= {"rules": STRUCTURAL, "intervals": ARITHMETIC}
 
 
 def known() -> set[str]:

@@ -11,14 +11,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jamp._diagnose.cure import find_cure, suggestions_of
+from jamp._diagnose.cure import Change, find_cure, suggestions_of
 from jamp._diagnose.diagnosis import ARGUMENT, Diagnosis, Finding, Suggestion, Underflow
-from jamp._diagnose.examine import Examination, examine, scale_window
-from jamp._diagnose.judge import Fault, error_limit, gradient_error, kind_of
+from jamp._diagnose.judge import (
+    Examination,
+    Fault,
+    error_limit,
+    examine,
+    gradient_error,
+    kind_of,
+    scale_window,
+)
 from jamp._diagnose.measure import Measured
 from jamp._diagnose.plot import Histogram
 from jamp._diagnose.program import Settings, Subject
-from jamp._diagnose.suggest import Change
 from jamp._diagnose.walk import Steps
 from jamp._dtypes import narrow
 from jamp._errors import AutocastError, AutocastTypeError

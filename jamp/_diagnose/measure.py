@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jamp import _dtypes
-from jamp import _primitives as primitives
+from jamp import _dtypes, _primitives
 from jamp._compat import is_plain_array
 from jamp._tracing import origin
 
@@ -203,7 +202,7 @@ class Measured:
     @property
     def matmul(self) -> bool:
         """Whether it is a matmul or a convolution."""
-        return self.primitive in primitives.MATMULS
+        return self.primitive in _primitives.MATMULS
 
     @property
     def eqns(self) -> tuple[JaxprEqn, ...]:

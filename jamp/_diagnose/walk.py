@@ -19,8 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, jaxpr_as_fun
 
-from jamp import _dtypes
-from jamp import _primitives as primitives
+from jamp import _dtypes, _primitives
 from jamp._compat import scan_counts
 from jamp._diagnose.measure import (
     Ledger,
@@ -84,8 +83,8 @@ class Walk:
 
     def _equation(self, eqn: JaxprEqn, operands: Values) -> list[Tracked]:
         name = eqn.primitive.name
-        if name in primitives.CALLS:
-            return self._inside(eqn).run(eqn.params[primitives.CALLS[name]], operands)
+        if name in _primitives.CALLS:
+            return self._inside(eqn).run(eqn.params[_primitives.CALLS[name]], operands)
         run = _RUNS.get(name, Walk._plain)
         results = run(self, eqn, operands)
         if self.iteration is None:
@@ -265,7 +264,7 @@ def count_equations(program: Any) -> int:
     """How many equations a walk goes through, a loop counted as one."""
 
     def is_call(eqn: JaxprEqn) -> bool:
-        return eqn.primitive.name in primitives.CALLS
+        return eqn.primitive.name in _primitives.CALLS
 
     return sum(not is_call(eqn) for eqn in equations(program, is_call))
 
@@ -310,10 +309,10 @@ def _run_wide(eqn: JaxprEqn, operands: Sequence[Pair]) -> list[Any]:
     dtypes = map(_dtypes.dtype_of, (*eqn.invars, *eqn.outvars))
     if not any(map(_dtypes.narrow, dtypes)):
         return bind(eqn, arrays)
-    if name in primitives.SCATTERS:
+    if name in _primitives.SCATTERS:
         primitive, params = lowering(eqn, list(map(jax.typeof, arrays)), "cpu")
         return bind_primitive(primitive, params, arrays)
-    if name in primitives.DTYPE_BOUND or holds_program(eqn):
+    if name in _primitives.DTYPE_BOUND or holds_program(eqn):
         # It runs only in the dtypes that it stands in.
         narrowed = [
             array if array is None else _in_dtype(array, operand.computed.dtype)
@@ -327,6 +326,6 @@ def _run_wide(eqn: JaxprEqn, operands: Sequence[Pair]) -> list[Any]:
         and value is not None
         and _dtypes.narrow(np.dtype(value))
     }
-    if name in primitives.MATMULS:
+    if name in _primitives.MATMULS:
         wide["precision"] = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
     return bind(eqn, arrays, **wide)

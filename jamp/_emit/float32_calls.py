@@ -19,8 +19,7 @@ import numpy as np
 from jax.extend.core import Literal
 from jax.extend.source_info_util import current_name_stack, user_context
 
-from jamp import _dtypes
-from jamp import _primitives as primitives
+from jamp import _dtypes, _primitives
 from jamp._compat import INLINE, settings, under_trace
 from jamp._dtypes import FLOAT32
 from jamp._emit.emitter import Arrays, Emitter, emits
@@ -77,7 +76,7 @@ def _runner(action: Float32Call) -> Callable[..., list[Any]]:
 def _reduces(primitive: Any, *operands: Any, **params: Any) -> bool:
     """Whether a result is worth saving: it is small and takes a pass to compute."""
     del operands, params
-    return str(primitive) in primitives.REDUCTIONS
+    return str(primitive) in _primitives.REDUCTIONS
 
 
 def _recomputing(
@@ -89,8 +88,8 @@ def _recomputing(
     what is around. On GPUs, unlike CPUs, it computes cheap functions again without.
     """
     names = {eqn.primitive.name for eqn in nested(action.eqns)}
-    costly = not names.isdisjoint(primitives.TRANSCENDENTAL)
-    round_gradient = costly and names.isdisjoint(primitives.REDUCTIONS)
+    costly = not names.isdisjoint(_primitives.TRANSCENDENTAL)
+    round_gradient = costly and names.isdisjoint(_primitives.REDUCTIONS)
     barred = costly or action.device_type == "cpu"
 
     def widened(array: Any) -> Any:

@@ -6,8 +6,7 @@ from html import escape
 from importlib.resources import files
 from string import Template
 
-from jamp._explain.figures import Figures
-from jamp._explain.operations import Counted, Module
+from jamp._explain.operations import Counted, Figures, Module
 from jamp._explain.residuals import bytes_by_dtype
 from jamp._explain.text import FIGURES, Row, amount, figures, rows, share, short, size
 

@@ -12,9 +12,9 @@ from jax.extend.core import jaxpr_as_fun
 
 from jamp._emit import emit
 from jamp._explain import html, text
-from jamp._explain.figures import Figures
 from jamp._explain.operations import (
     Counted,
+    Figures,
     Module,
     Operation,
     operations,

@@ -1,5 +1,6 @@
 """Residuals: what the forward pass of a function keeps for its backward pass."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
@@ -9,11 +10,15 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 
-from jamp import _dtypes
-from jamp import _primitives as primitives
-from jamp._explain.operations import elements
+from jamp import _dtypes, _primitives
 
 _CALLS = {"jit", "closed_call"}
+
+
+def elements(shape: tuple[object, ...]) -> int:
+    """Number of elements; 0 of a shape that is not known."""
+    known = [size for size in shape if isinstance(size, int)]
+    return math.prod(known) if len(known) == len(shape) else 0
 
 
 class Residual(NamedTuple):
@@ -121,7 +126,7 @@ def _makers_of_results(jaxpr: Any, call: tuple[int, ...] = ()) -> list[Any]:
             (program,) = jaxprs_in_params(eqn.params)
             inner = _makers_of_results(program, (*call, id(eqn)))
             made = [operands[m] if isinstance(m, int) else m for m in inner]
-        elif name in primitives.VIEWS:
+        elif name in _primitives.VIEWS:
             made = operands[:1]
         makers.update(zip(eqn.outvars, made, strict=True))
     return list(map(maker_of, jaxpr.outvars))

@@ -7,8 +7,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from jamp._explain.figures import Figures
-from jamp._explain.operations import Module
+from jamp._explain.operations import Figures, Module
 from jamp._explain.text import FIGURES, Row, figures, rows, summary
 
 _STYLES = {"f16": "cyan", "bf16": "green", "f32": "yellow", "f64": "red"}

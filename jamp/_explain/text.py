@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jamp import _dtypes
-from jamp._explain.figures import Figures
-from jamp._explain.operations import Counted, Module, Operation
+from jamp._explain.operations import Counted, Figures, Module, Operation
 from jamp._explain.residuals import bytes_by_dtype
 from jamp._plan.records import Origin
 from jamp._policy.rules import Rule

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import JaxprEqn, Primitive
 
-from jamp import _dtypes
-from jamp import _primitives as primitives
+from jamp import _dtypes, _primitives
 from jamp._lowerings.processor import multiplies_bfloat16
 
 
@@ -71,6 +70,6 @@ def _lower_scatter(eqn: JaxprEqn, avals: Sequence[Any], device_type: str) -> Low
 
 
 _LOWERINGS: Mapping[str, Callable[[JaxprEqn, Sequence[Any], str], Lowering]] = {
-    **dict.fromkeys(primitives.MATMULS, _lower_product),
-    **dict.fromkeys(primitives.SCATTERS, _lower_scatter),
+    **dict.fromkeys(_primitives.MATMULS, _lower_product),
+    **dict.fromkeys(_primitives.SCATTERS, _lower_scatter),
 }

@@ -7,13 +7,11 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn, jaxprs_in_params
 
-from jamp import _dtypes
-from jamp import _primitives as primitives
+from jamp import _dtypes, _primitives
 from jamp._dtypes import FLOAT32, DType
 from jamp._equations import nested, read_by
-from jamp._plan.equation import Caster
 from jamp._plan.plain import explicit_precision
-from jamp._plan.plan import Context, Environment, Float32Call
+from jamp._plan.plan import Caster, Context, Environment, Float32Call
 from jamp._plan.records import Entry, InnerRecords, Origin, Record, Ruling, originals
 from jamp._plan.values import Value
 from jamp._policy.functions import Function
@@ -141,7 +139,7 @@ def plan_listed_call(call: ListedCall) -> None:
 
 
 def _holds_explicit_precision(eqns: Sequence[JaxprEqn]) -> bool:
-    names = primitives.MATMULS
+    names = _primitives.MATMULS
     return any(explicit_precision(e) for e in nested(eqns) if e.primitive.name in names)
 
 
@@ -174,7 +172,7 @@ def _plan_in_float32(call: ListedCall, enter: Caster) -> None:
     """Plans a call that is float32 throughout, once its operands are."""
     env, plan = call.env, call.env.plan
     # The backward pass runs again what is cheap enough.
-    cheap = all(eqn.primitive.name in primitives.CHEAP for eqn in nested(call.eqns))
+    cheap = all(eqn.primitive.name in _primitives.CHEAP for eqn in nested(call.eqns))
     again = cheap and not call.context.linear
 
     def widened(value: Value) -> Value:
@@ -228,7 +226,7 @@ def _wanted_next(call: ListedCall, var: Any) -> DType | None:
 def _is_lowered(eqn: JaxprEqn, options: Options) -> bool:
     name = eqn.primitive.name
     return (
-        name in primitives.MATMULS
+        name in _primitives.MATMULS
         and options.policy.primitive_rules.get(name) is Rule.LOWER
         and not explicit_precision(eqn)
     )

@@ -1,27 +1,109 @@
-"""Equations without inner programs: cast the operands, bind, round the result."""
+"""Equations without inner programs: choose dtypes, cast the operands, bind, round."""
 
+import math
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jamp import _dtypes
-from jamp import _primitives as primitives
+from jamp import _dtypes, _primitives
 from jamp._compat import frames, settings
 from jamp._dtypes import FLOAT32, DType
 from jamp._equations import holds_program
-from jamp._plan import intervals
-from jamp._plan.dtypes import Dtypes, choose
-from jamp._plan.equation import Caster, Equation
-from jamp._plan.plan import Bind, Broadcast
+from jamp._plan.plan import Bind, Broadcast, Caster, Equation
 from jamp._plan.records import Origin, Ruling
-from jamp._plan.values import Traits, Value, Values
+from jamp._plan.values import BOOLEAN, Traits, Value, Values, destroyed, held, propagate
 from jamp._policy.functions import code_of
 from jamp._policy.rules import Rule
+
+
+class Dtypes(NamedTuple):
+    # The dtype for each operand; None leaves it as it is.
+    operands: tuple[DType | None, ...]
+    result: DType | None = None  # the dtype to which the results are rounded, if any
+
+
+def choose(rule: Rule, eqn: JaxprEqn, operands: Values, low: DType) -> Dtypes:
+    if rule is Rule.LOWER and any(_dtypes.is_complex(v.dtype) for v in operands):
+        rule = Rule.AS_TRACED
+    if rule is Rule.AS_TRACED or any(_dtypes.is_float64(v.dtype) for v in operands):
+        return Dtypes(
+            tuple(
+                _dtypes.dtype_of(var) if value.eligible else None
+                for var, value in zip(eqn.invars, operands, strict=True)
+            )
+        )
+    if rule is Rule.PROMOTE and not _enlarges(eqn, operands):
+        return _promote(eqn, operands)
+    dtype = low if rule is Rule.LOWER else FLOAT32
+    if any(_destroyed(value, dtype) for value in operands):
+        dtype = FLOAT32
+    rounds = rule in (Rule.INTERNAL_FLOAT32, Rule.PROMOTE)
+    result = _activation(operands) if rounds else None
+    return Dtypes(tuple(dtype if v.eligible else None for v in operands), result)
+
+
+def _enlarges(eqn: JaxprEqn, operands: Values) -> bool:
+    """Whether an equation repeats values of the program; see `plain._operand`."""
+    return (
+        eqn.primitive.name in _primitives.ENLARGING
+        and operands[0].aval.size != math.prod(_dtypes.shape_of(eqn.outvars[0]))
+        and not operands[0].follows
+    )
+
+
+def _activation(operands: Values) -> DType | None:
+    """The widest dtype among the operands of the highest rank."""
+    floats = [v for v in operands if v.eligible and not v.follows]
+    if not floats:
+        return None
+    rank = max(v.ndim for v in floats)
+    return _dtypes.widest(v.dtype for v in floats if v.ndim == rank)
+
+
+def _promote(eqn: JaxprEqn, operands: Values) -> Dtypes:
+    """The widest dtype of the operands; constants and scalars follow the others."""
+    floats = [v for v in operands if v.eligible]
+    firm = [v for v in floats if not v.follows]
+    if eqn.primitive.name in _primitives.INDEPENDENT or not floats:
+        return Dtypes((None,) * len(operands))
+    arrays = [v for v in firm if v.traits.rank > 0] or firm
+    if not arrays:
+        dtype = _dtypes.widest(v.dtype for v in floats)
+        return Dtypes(tuple(dtype if v.eligible else None for v in operands))
+    dtype = _dtypes.widest(v.dtype for v in arrays)
+    if eqn.primitive.name == "add" and _is_bias(*floats):
+        dtype = next(v.dtype for v in floats if v.traits.product)
+    result = None
+    if any(_destroyed(value, dtype) for value in floats):
+        dtype = FLOAT32
+    elif any(v.dtype == FLOAT32 != dtype for v in firm if v.traits.rank == 0):
+        # A scalar of the program may be out of range, and its gradient is a sum: round
+        # the result, not the scalar.
+        result, dtype = dtype, FLOAT32
+    return Dtypes(tuple(dtype if v.eligible else None for v in operands), result)
+
+
+def _is_bias(x: Value, y: Value) -> bool:
+    """Whether one is a lowered product and the other a value of lower rank."""
+    for product, other in ((x, y), (y, x)):
+        if (
+            product.traits.product
+            and product.dtype in _dtypes.LOW_DTYPES
+            and other.traits.rank < product.ndim
+            and not other.follows
+        ):
+            return True
+    return False
+
+
+def _destroyed(value: Value, dtype: DType) -> bool:
+    interval = value.traits.interval
+    return interval is not None and destroyed(interval, dtype)
 
 
 def plan_plain(equation: Equation) -> list[Value]:
@@ -42,9 +124,9 @@ def plan_as_traced(equation: Equation) -> list[Value]:
 def _bound_to_dtypes(eqn: JaxprEqn) -> bool:
     """Whether an equation can only run as traced, whatever its rule."""
     name = eqn.primitive.name
-    if name in primitives.MATMULS:
+    if name in _primitives.MATMULS:
         return explicit_precision(eqn)
-    return holds_program(eqn) and name not in primitives.SCATTERS
+    return holds_program(eqn) and name not in _primitives.SCATTERS
 
 
 def cast_and_bind(equation: Equation, dtypes: Dtypes) -> list[Value]:
@@ -81,7 +163,7 @@ def _operand(equation: Equation, value: Value, dtype: DType) -> Value:
     """
     eqn, caster = equation.eqn, equation.caster
     if (
-        eqn.primitive.name not in primitives.BROADCASTING
+        eqn.primitive.name not in _primitives.BROADCASTING
         or dtype not in _dtypes.LOW_DTYPES
         or value.aval.shape == _dtypes.shape_of(eqn.outvars[0])
         or value.follows
@@ -100,11 +182,11 @@ def result_dtypes(
     name = eqn.primitive.name
     if used == traced:
         return outs
-    if name in primitives.MATMULS:
+    if name in _primitives.MATMULS:
         return [_dtypes.widest(used[:2])]
-    if name in primitives.SCATTERS:
+    if name in _primitives.SCATTERS:
         return [used[0]]
-    if name in primitives.COLLECTIVES:
+    if name in _primitives.COLLECTIVES:
         # They can't be evaluated without the names of their axes.
         return list(used[: len(outs)])
     avals = _dtypes.all_in_dtypes(eqn.invars, used)
@@ -122,18 +204,18 @@ def _result_traits(
     floats = [v for v in operands if v.eligible]
     interval = None
     if caster.record.ruling.rule is Rule.PROMOTE:
-        interval = intervals.propagate(eqn, [v.traits.interval for v in operands])
-    if name in primitives.MATMULS:
+        interval = propagate(eqn, [v.traits.interval for v in operands])
+    if name in _primitives.MATMULS:
         return Traits(rank=rank, product=all(d in _dtypes.LOW_DTYPES for d in used[:2]))
     unsafe = caster.options.policy.unsafe
     if any(name in u.of for u in unsafe):
         return Traits(rank=rank, probability=True)
-    if name in primitives.MOVEMENT and floats:
+    if name in _primitives.MOVEMENT and floats:
         source = floats[0].traits
         rank = _rank_after(eqn, source.rank, rank)
         return source._replace(interval=interval, rank=rank)
     traits = Traits(interval, rank)
-    if unsafe and name in primitives.KEEPING_PROBABILITY:
+    if unsafe and name in _primitives.KEEPING_PROBABILITY:
         firm = [v for v in floats if not v.follows]
         if len(firm) == 1 and firm[0].traits.probability:
             return traits._replace(probability=True, rounded=firm[0].traits.rounded)
@@ -177,7 +259,7 @@ def plan_convert(equation: Equation) -> list[Value]:
         (result,) = cast_and_bind(equation, Dtypes((None,)))
         known = value.traits.interval
         if value.dtype == np.bool_:
-            known = intervals.BOOLEAN
+            known = BOOLEAN
         return [result.knowing(result.traits._replace(interval=known))]
     caster.record.operands = (value.dtype,)
     if rule is Rule.FLOAT32:
@@ -190,7 +272,7 @@ def plan_convert(equation: Equation) -> list[Value]:
         (result,) = cast_and_bind(equation, Dtypes((None,)))
         if value.traits.interval is None:
             return [result]
-        known = intervals.held(value.traits.interval, target)
+        known = held(value.traits.interval, target)
         return [result.knowing(value.traits._replace(interval=known))]
     return [caster.cast(value, target)]
 

@@ -15,10 +15,9 @@ from jax.extend.core import JaxprEqn
 
 from jamp._compat import is_plain_array
 from jamp._errors import BannedOpError, JampWarning
-from jamp._plan.equation import Caster, Equation
 from jamp._plan.listed_calls import ListedCall, plan_listed_call
 from jamp._plan.plain import plan_as_traced, plan_convert, plan_plain
-from jamp._plan.plan import Context, Environment, Plan
+from jamp._plan.plan import Caster, Context, Environment, Equation, Plan
 from jamp._plan.records import Origin, Record, Ruling
 from jamp._plan.rules import STRUCTURAL, StructuralRule
 from jamp._plan.values import Value, Values

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn
 
-from jamp import _dtypes
-from jamp import _primitives as primitives
+from jamp import _dtypes, _primitives
 from jamp._dtypes import DType
 from jamp._policy.functions import Function
 from jamp._policy.rules import Rule
@@ -59,7 +58,7 @@ class Ruling(NamedTuple):
         if self.origin is Origin.DEFAULT:
             return f"{self.label} is unknown to {self.policy}"
         if self.origin is Origin.OPAQUE:
-            if self.entry in primitives.MATMULS:
+            if self.entry in _primitives.MATMULS:
                 return "precision asked for in the program"
             return f"{self.label} runs only in the dtypes it was traced in"
         return f"{self.label} in {self.policy}"
@@ -99,7 +98,7 @@ class Record:
 
     @property
     def flops(self) -> float:
-        return flops(self.eqn) if self.primitive in primitives.MATMULS else 0.0
+        return flops(self.eqn) if self.primitive in _primitives.MATMULS else 0.0
 
     @property
     def low(self) -> bool:

@@ -13,13 +13,11 @@ from typing import Any
 
 import jax
 
-from jamp import _dtypes
-from jamp import _primitives as primitives
+from jamp import _dtypes, _primitives
 from jamp._compat import scan_counts
 from jamp._equations import closed
 from jamp._plan.derivative_rules import trace_jvp
-from jamp._plan.equation import Equation
-from jamp._plan.plan import Plan
+from jamp._plan.plan import Equation, Plan
 from jamp._plan.records import Conversion
 from jamp._plan.values import Traits, Value, Values
 from jamp._tracing.regions import holds_region, tracing
@@ -230,7 +228,7 @@ def plan_custom_jvp(equation: Equation) -> list[Value]:
 @structural("custom_vjp_call", "custom_vmap_call")
 def plan_custom_call(equation: Equation) -> list[Value]:
     """Plans a function whose rules are kept and run under the same policy."""
-    held = primitives.CALLS[equation.eqn.primitive.name]
+    held = _primitives.CALLS[equation.eqn.primitive.name]
     inner = equation.inner(equation.eqn.params[held], equation.operands)
     # Whether its rules would change is known only once JAX asks for them.
     return equation.calling(inner, changed=True)

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 
 from jamp.pallas_kernels.unscale import reference
 from jamp.pallas_kernels.unscale.backends import IMPLEMENTATIONS, backend, fastest
-from jamp.pallas_kernels.unscale.launches import Request, Results
-from jamp.pallas_kernels.unscale.partitioning import on_shards
+from jamp.pallas_kernels.unscale.launches import Request, Results, on_shards
 
 
 def unscale_and_check(

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jamp.pallas_kernels.unscale import partitioning
+from jamp.pallas_kernels.unscale import launches
 
 # Each is the name of a module beside this one.
 KERNELS = ("triton", "mosaic_gpu")
@@ -41,7 +41,7 @@ def load(implementation: str) -> Any:
 
 def why_not(implementation: str) -> list[str]:
     """Why a kernel can't run on the default device and this mesh; empty if it can."""
-    reasons = partitioning.why_not()
+    reasons = launches.why_not()
     try:
         module = load(implementation)
     except ImportError as error:
