@@ -18,10 +18,6 @@ from jax._src.config import trace_context as trace_context
 # The top-level trace has no public name; jax.core.trace_state_clean is gone.
 from jax._src.core import trace_state_clean as _trace_state_clean
 
-# What JAX raises where a custom_vjp function is differentiated with respect to what it
-# closes over has no public name.
-from jax._src.interpreters.ad import CustomVJPException as CustomVJPException
-
 # No public name lists the primitives of the installed JAX; those that can be lowered
 # are the ones that a policy may name.
 from jax._src.interpreters.mlir import _lowerings, _platform_specific_lowerings

@@ -12,13 +12,20 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn, jaxprs_in_params
+from jax.tree_util import Partial
 
 from jamp import _dtypes
-from jamp._compat import CustomVJPException
 from jamp._emit.conversion import convert
 from jamp._emit.emitter import Emitter, emit, emits
-from jamp._plan.derivative_rules import call_of, differentiable, trace_jvp, trace_vjp
+from jamp._plan.derivative_rules import (
+    VjpRules,
+    call_of,
+    differentiable,
+    trace_jvp,
+    zero_results,
+)
 from jamp._plan.plan import Plan, Structural
 from jamp._plan.planner import inputs_like, plan_program
 from jamp._plan.values import Value
@@ -30,20 +37,27 @@ def emit_custom_jvp(
     emitter: Emitter, action: Structural, arrays: list[Any]
 ) -> Sequence[Any]:
     """Emits a function whose rule gives tangents."""
-    (inner,) = action.plans
+    (inner,), eqn = action.plans, action.eqn
     count = len(inner.results)
 
     def rule(primals: Any, tangents: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        program = trace_jvp(action.eqn, action.context.region)
+        slots = [s for s in differentiable(eqn) if not _is_zero(tangents[s])]
+        taken = [tangents[slot] for slot in slots]
+        program = trace_jvp(eqn, action.context.region, slots)
         # JAX may transpose what computes the tangents.
         context = action.context._replace(linear=True)
-        values = [*_inputs(action), *map(Value, map(jax.typeof, tangents))]
+        values = [*_inputs(action), *map(Value, map(jax.typeof, taken))]
         plan = plan_program(program, values, context)
-        outs = _in_dtypes(emit(plan, [*primals, *tangents]), plan, inner.dtypes * 2)
-        return outs[:count], outs[count:]
+        outs = _in_dtypes(emit(plan, [*primals, *taken]), plan, inner.dtypes * 2)
+        zeros = zero_results(program)[count:]
+        return outs[:count], tuple(
+            SymbolicZero(jax.typeof(tangent)) if zero else tangent
+            for tangent, zero in zip(outs[count:], zeros, strict=True)
+        )
 
     function = jax.custom_jvp(_primal(emitter, action))
-    function.defjvp(rule)
+    # The rule of a primitive that expands into others takes symbolic zeros.
+    function.defjvp(rule, symbolic_zeros=eqn.params.get("symbolic_zeros", True))
     return function(*arrays)
 
 
@@ -54,26 +68,35 @@ def emit_custom_vjp(
     """Emits a function with a forward and a backward rule."""
     (inner,), eqn, context = action.plans, action.eqn, action.context
     outs = len(inner.results)
-    rules = cache(lambda: trace_vjp(eqn, context.region))
+    takes_zeros = eqn.params.get("symbolic_zeros", False)
+    rules = VjpRules(eqn, context.region)
 
-    def fwd(*primals: Any) -> tuple[tuple[Any, ...], list[Any]]:
-        count, forward, _ = rules()
-        if any(primal.perturbed for primal in primals[:count]):
-            # It closes over these operands.
-            raise CustomVJPException
+    def fwd(*primals: Any) -> tuple[tuple[Any, ...], Any]:
+        slots = tuple(s for s in differentiable(eqn) if primals[s].perturbed)
+        forward = rules.forward(slots)
         plan = plan_program(forward, _inputs(action), context)
         results = emit(plan, [primal.value for primal in primals])
-        return _in_dtypes(results[:outs], plan, inner.dtypes), results[outs:]
+        pullback = Partial(pullback_of(slots), results[outs:])
+        return _in_dtypes(results[:outs], plan, inner.dtypes), pullback
 
-    def bwd(residuals: list[Any], cotangents: Any) -> tuple[Any, ...]:
-        count, _, backward = rules()
-        taken = [*residuals, *map(_instantiated, cotangents)]
-        plan = plan_program(backward, inputs_like(backward, taken), context)
-        slots = differentiable(eqn, count)
-        dtypes = [action.operands[slot].dtype for slot in slots]
-        gradients = _in_dtypes(emit(plan, taken), plan, dtypes)
-        found = dict(zip(slots, gradients, strict=True))
-        return tuple(found.get(slot) for slot in range(len(action.operands)))
+    @cache
+    def pullback_of(slots: tuple[int, ...]) -> Callable[..., tuple[Any, ...]]:
+        def pullback(residuals: list[Any], cotangents: Any) -> tuple[Any, ...]:
+            zeros = tuple(takes_zeros and _is_zero(ct) for ct in cotangents)
+            backward = rules.backward(slots, zeros)
+            taken = [*residuals, *map(_instantiated, cotangents)]
+            plan = plan_program(backward, inputs_like(backward, taken), context)
+            dtypes = [action.operands[slot].dtype for slot in slots]
+            gradients = _in_dtypes(emit(plan, taken), plan, dtypes)
+            found = zip(slots, gradients, zero_results(backward), strict=True)
+            known = {slot: None if zero else ct for slot, ct, zero in found}
+            return tuple(known.get(slot) for slot in range(len(action.operands)))
+
+        return pullback
+
+    def bwd(pullback: Any, cotangents: Any) -> tuple[Any, ...]:
+        gradients: tuple[Any, ...] = pullback(cotangents)
+        return gradients
 
     function = jax.custom_vjp(_primal(emitter, action))
     function.defvjp(fwd, bwd, symbolic_zeros=True)
@@ -112,8 +135,12 @@ def _inputs(action: Structural) -> list[Value]:
     return [Value(value.aval, value.traits) for value in action.operands]
 
 
+def _is_zero(tangent: Any) -> bool:
+    return isinstance(tangent, SymbolicZero)
+
+
 def _instantiated(cotangent: Any) -> Any:
-    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+    if _is_zero(cotangent):
         return np.zeros(cotangent.shape, cotangent.dtype)
     return cotangent
 

@@ -1,32 +1,22 @@
-"""The programs of the derivative rules that an equation has, traced as written."""
+"""The programs of the derivative rules that an equation has, traced as written.
 
-from collections.abc import Callable
-from contextlib import suppress
-from functools import partial
-from typing import Any, NamedTuple
+A rule is traced for the operands that are perturbed where JAX asks for it, and for the
+cotangents that are not symbolic zeros there: it may do other things for others, or
+refuse them.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Literal
 
 from jamp import _dtypes
-from jamp._compat import CustomVJPException
 from jamp._equations import bind
 from jamp._tracing.regions import Options, tracing
-
-
-class VjpRules(NamedTuple):
-    """The two rules of a custom_vjp function.
-
-    Attributes:
-      closed_over: how many operands it closes over.
-      forward: the program of its results and residuals.
-      backward: the program of its gradients.
-    """
-
-    closed_over: int
-    forward: Any
-    backward: Any
+from jamp._tracing.trace import with_arrays
 
 
 def call_of(eqn: JaxprEqn) -> Callable[..., list[Any]]:
@@ -34,50 +24,106 @@ def call_of(eqn: JaxprEqn) -> Callable[..., list[Any]]:
     return lambda *arrays: bind(eqn, arrays)
 
 
-def trace_jvp(eqn: JaxprEqn, options: Options) -> Any:
-    """The program of the results and tangents."""
-    avals = tuple(var.aval for var in eqn.invars)
-    tangents = tuple(aval.to_tangent_aval() for aval in avals)
-    with tracing(options):
-        return jax.make_jaxpr(lambda p, t: jax.jvp(call_of(eqn), p, t))(avals, tangents)
-
-
-def trace_vjp(eqn: JaxprEqn, options: Options) -> VjpRules:
-    """The programs of a function's forward and backward rules."""
-    first, last = eqn.params.get("num_consts", 0), len(eqn.invars)
-    for count in range(first, last):
-        # An equation that JAX has traced anew does not know how many they are.
-        with suppress(CustomVJPException):
-            return _trace_vjp(eqn, options, count)
-    return _trace_vjp(eqn, options, last)
-
-
-def differentiable(eqn: JaxprEqn, start: int) -> list[int]:
-    """Operands of an equation, from one on, that have a gradient."""
+def differentiable(eqn: JaxprEqn) -> list[int]:
+    """Operands of an equation that have tangents."""
     dtypes = map(_dtypes.dtype_of, eqn.invars)
-    inexact = [jax.numpy.issubdtype(dtype, np.inexact) for dtype in dtypes]
-    return [slot for slot in range(start, len(inexact)) if inexact[slot]]
+    return [
+        slot for slot, d in enumerate(dtypes) if jax.numpy.issubdtype(d, np.inexact)
+    ]
 
 
-def _trace_vjp(eqn: JaxprEqn, options: Options, count: int) -> VjpRules:
-    trees: list[Any] = []
-    slots = differentiable(eqn, count)
+def trace_jvp(
+    eqn: JaxprEqn, options: Options, slots: Sequence[int] | None = None
+) -> Any:
+    """The program of the results and tangents.
 
-    def forward(*arrays: Any) -> tuple[Any, Any]:
-        call = partial(call_of(eqn), *arrays[:count])
-        outs, pullback = jax.vjp(call, *arrays[count:])
-        residuals, tree = jax.tree.flatten(pullback)
-        trees.append(tree)
-        return outs, residuals
+    Args:
+      eqn: the equation.
+      options: the options in force.
+      slots: the operands that have tangents; by default all that can have some.
+    """
+    found = differentiable(eqn) if slots is None else slots
+    avals = [var.aval for var in eqn.invars]
 
-    def backward(residuals: Any, cotangents: Any) -> list[Any]:
-        gradients = jax.tree.unflatten(trees[-1], residuals)(cotangents)
-        return [gradients[slot - count] for slot in slots]
+    def jvp(primals: Any, tangents: Any) -> Any:
+        function = _of_operands(eqn, primals, found)
+        return jax.jvp(function, [primals[slot] for slot in found], tangents)
 
     with tracing(options):
-        program = jax.make_jaxpr(forward)(*(var.aval for var in eqn.invars))
-        results = list(program.out_avals)
-        outs = len(eqn.outvars)
-        tangents = [aval.to_tangent_aval() for aval in results[:outs]]
-        residuals = results[outs:]
-        return VjpRules(count, program, jax.make_jaxpr(backward)(residuals, tangents))
+        return jax.make_jaxpr(jvp)(avals, [avals[s].to_tangent_aval() for s in found])
+
+
+class VjpRules:
+    """The programs of the two rules of an equation, each traced once.
+
+    Both are asked for with the operands that are perturbed, and with whether the
+    cotangent of each result is a symbolic zero.
+    """
+
+    def __init__(self, eqn: JaxprEqn, options: Options):
+        self._eqn = eqn
+        self._options = options
+        self._traced = cache(self._trace)
+        self.backward = cache(self._trace_backward)
+
+    def forward(self, slots: tuple[int, ...]) -> Any:
+        """The program of the results and residuals."""
+        program, _ = self._traced(slots, (False,) * len(self._eqn.outvars))
+        return program
+
+    def _trace(self, slots: tuple[int, ...], zeros: tuple[bool, ...]) -> Any:
+        """The program of the results and residuals, and the pullback's structure."""
+        trees: list[Any] = []
+
+        def forward(*arrays: Any) -> tuple[Any, Any]:
+            function = _of_operands(self._eqn, arrays, slots)
+
+            def stopped(*taken: Any) -> list[Any]:
+                pairs = zip(function(*taken), zeros, strict=True)
+                return [jax.lax.stop_gradient(x) if zero else x for x, zero in pairs]
+
+            outs, pullback = jax.vjp(stopped, *(arrays[slot] for slot in slots))
+            residuals, tree = jax.tree.flatten(pullback)
+            trees.append(tree)
+            return outs, residuals
+
+        with tracing(self._options):
+            program = jax.make_jaxpr(forward)(*(var.aval for var in self._eqn.invars))
+        return program, trees[-1]
+
+    def _trace_backward(self, slots: tuple[int, ...], zeros: tuple[bool, ...]) -> Any:
+        """The program of the gradients from the residuals and cotangents."""
+        program, tree = self._traced(slots, zeros)
+        avals, count = self.forward(slots).out_avals, len(zeros)
+        if program.out_avals != avals:
+            # The rule keeps something else for them.
+            return self.backward(slots, (False,) * count)
+
+        def backward(residuals: Any, cotangents: Any) -> Any:
+            return jax.tree.unflatten(tree, residuals)(cotangents)
+
+        tangents = [aval.to_tangent_aval() for aval in avals[:count]]
+        with tracing(self._options):
+            return jax.make_jaxpr(backward)(avals[count:], tangents)
+
+
+def zero_results(program: Any) -> list[bool]:
+    """Which results of a program are zeros that JAX put in for symbolic ones."""
+    made = {var: eqn for eqn in program.eqns for var in eqn.outvars}
+
+    def zero(atom: Any) -> bool:
+        if isinstance(atom, Literal):
+            return not np.any(atom.val)
+        eqn = made.get(atom)
+        if eqn is None or eqn.primitive.name != "broadcast_in_dim":
+            return False
+        return zero(eqn.invars[0])
+
+    return [zero(atom) for atom in program.jaxpr.outvars]
+
+
+def _of_operands(
+    eqn: JaxprEqn, arrays: Sequence[Any], slots: Sequence[int]
+) -> Callable[..., list[Any]]:
+    """An equation as a function of some of its operands."""
+    return lambda *taken: bind(eqn, with_arrays(arrays, slots, taken))

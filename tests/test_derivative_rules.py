@@ -1,0 +1,151 @@
+"""Derivative rules are asked for what JAX asks of them, and for nothing else."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.custom_derivatives import SymbolicZero
+from tables import check_each
+
+import jamp
+
+X = jnp.linspace(0.0, 1.0, 4).reshape(2, 2)
+
+
+def is_zero(tangent):
+    return isinstance(tangent, SymbolicZero)
+
+
+def filled(tangent):
+    return jnp.zeros(tangent.shape, tangent.dtype) if is_zero(tangent) else tangent
+
+
+def with_vjp(seen, symbolic_zeros):
+    """A function whose rules note what is perturbed and which cotangents are zeros."""
+
+    @jax.custom_vjp
+    def f(x, w, n):
+        return jnp.sin(x) @ w, x * 2 + n, n + 1
+
+    def fwd(x, w, n):
+        if symbolic_zeros:
+            seen.append([operand.perturbed for operand in (x, w, n)])
+            x, w, n = x.value, w.value, n.value
+        return f(x, w, n), (x, w)
+
+    def bwd(residuals, cotangents):
+        seen.append([is_zero(ct) for ct in cotangents])
+        (x, w), (a, b, _) = residuals, cotangents
+        return (filled(a) @ w.T) * jnp.cos(x) + 2 * filled(b), None, None
+
+    f.defvjp(fwd, bwd, symbolic_zeros=symbolic_zeros)
+    return f
+
+
+def with_jvp(seen, symbolic_zeros):
+    """A function whose rule notes which tangents are zeros."""
+
+    @jax.custom_jvp
+    def f(x, w, n):
+        return jnp.sin(x) @ w, x * 2 + n
+
+    def rule(primals, tangents):
+        seen.append([is_zero(tangent) for tangent in tangents])
+        (x, w, n), (dx, dw, _) = primals, tangents
+        product = (filled(dx) * jnp.cos(x)) @ w + jnp.sin(x) @ filled(dw)
+        return f(x, w, n), (product, dx if is_zero(dx) else 2 * dx)
+
+    f.defjvp(rule, symbolic_zeros=symbolic_zeros)
+    return f
+
+
+def in_scan(f):
+    def looped(*operands):
+        def body(carry, _):
+            return [c + r for c, r in zip(carry, f(*operands)[:2], strict=True)], None
+
+        return jax.lax.scan(body, [jnp.zeros((2, 2))] * 2, None, length=2)[0]
+
+    return looped
+
+
+AROUND = {
+    "nothing": lambda f: f,
+    "checkpoint": jax.checkpoint,
+    "scan": in_scan,
+}
+
+
+@pytest.mark.parametrize("symbolic_zeros", [True, False])
+@pytest.mark.parametrize("make", [with_vjp, with_jvp])
+def test_a_rule_sees_the_operands_and_cotangents_that_it_sees_without(
+    make, symbolic_zeros
+):
+    def seen_by(row, transform):
+        around, results, argnums = row
+        seen = []
+
+        def loss(x, w, n):
+            f = AROUND[around](make(seen, symbolic_zeros))
+            return sum(jnp.sum(f(x, w, n)[result]) for result in results)
+
+        jax.eval_shape(jax.grad(transform(loss), argnums), X, X, 3)
+        return {tuple(entry) for entry in seen}
+
+    def check(row):
+        assert seen_by(row, jamp.autocast) == seen_by(row, lambda fn: fn)
+
+    results, argnums = [(0,), (1,)], [(0,), (1,), (0, 1)]
+    check_each(itertools.product(AROUND, results, argnums), check)
+
+
+def refusing():
+    """The identity, which refuses a cotangent that is no symbolic zero."""
+    f = jax.custom_vjp(lambda x: x)
+
+    def bwd(_, cotangent):
+        assert is_zero(cotangent)
+        return (None,)
+
+    f.defvjp(lambda x: (x.value, None), bwd, symbolic_zeros=True)
+    return f
+
+
+def with_no_gradient(x, w):
+    return with_vjp([], True)(x, w, 0)[0]
+
+
+def with_no_tangent(x, w):
+    @jax.custom_jvp
+    def f(x, w):
+        return w @ x, w * 2
+
+    def rule(primals, tangents):
+        dx, dw = tangents
+        return f(*primals), (primals[1] @ dx, SymbolicZero(dw.aval))
+
+    f.defjvp(rule, symbolic_zeros=True)
+    return sum(f(x, w))
+
+
+@pytest.mark.parametrize("f", [with_no_gradient, with_no_tangent])
+def test_no_gradient_flows_to_where_a_rule_gives_none(f):
+    def loss(x, w):
+        return jnp.sum(f(x, refusing()(w)))
+
+    found = jax.grad(jamp.autocast(loss), argnums=(0, 1))(X, X)
+    expected = jax.grad(loss, argnums=(0, 1))(X, X)
+    for gradient, right in zip(found, expected, strict=True):
+        np.testing.assert_allclose(gradient, right, rtol=2e-2)
+
+
+def test_a_derivative_that_does_not_depend_on_the_tangent_is_kept():
+    threes = jnp.full_like(X, 3.0)
+    forward, backward = jax.custom_jvp(lambda x: x), jax.custom_vjp(lambda x: x)
+    forward.defjvp(lambda primals, _: (primals[0], threes))
+    backward.defvjp(lambda x: (x, None), lambda _, g: (threes,))
+    _, tangent = jax.jvp(jamp.autocast(forward), (X,), (X,))
+    gradient = jax.grad(jamp.autocast(lambda x: jnp.sum(backward(x))))(X)
+    np.testing.assert_array_equal([tangent, gradient], [threes, threes])
