@@ -70,7 +70,6 @@ def _wider(a: DType, b: DType) -> DType:
 
 
 def widest(dtypes: Iterable[DType]) -> DType:
-    """The narrowest dtype that holds all of the given eligible ones."""
     first, *rest = dtypes
     for dtype in rest:
         first = _wider(first, dtype)

@@ -229,8 +229,6 @@ def _regions(output: Measured) -> Iterator[Change]:
 
 
 def find_cure(subject: Subject, before: Examination, examine: Examine) -> list[Change]:
-    """Changes that cure a program; none if no cure is found."""
-
     def cures(changes: Iterable[Change]) -> bool:
         settings = _applied(before.settings, changes)
         return not run_again(subject, settings, before).spoiled
@@ -296,7 +294,6 @@ def _step(
 def _smallest(
     changes: list[Change], cures: Callable[[Iterable[Change]], bool]
 ) -> list[Change]:
-    """The changes without those that the others do not need."""
     for change in changes[:-1]:
         rest = [other for other in changes if other is not change]
         if cures(rest):
@@ -351,7 +348,6 @@ def _with_rules(changes: Sequence[Change]) -> str:
 
 
 def _call(options: Options, own_policy: bool) -> str:
-    """A call of `jamp.autocast` with these options."""
     own_dtype = options.dtype != options.policy.dtype
     dtype = f", dtype=jnp.{options.dtype.name}" if own_dtype else ""
     policy = ", policy=policy" if own_policy else ""

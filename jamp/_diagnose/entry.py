@@ -163,7 +163,6 @@ def _cure(
     run: Callable[[Settings], Examination],
     own_policy: bool,
 ) -> tuple[list[Fault], tuple[Suggestion, ...]]:
-    """The faults that are causes, and what cures them."""
     faults = first.faults
     if not faults or any(fault.kind == "float32" for fault in faults):
         return faults, ()

@@ -69,7 +69,6 @@ class Outcome:
     def of(
         cls, label: str, gradient: bool, pair: Pair, producers: Iterable[int] = ()
     ) -> Outcome:
-        """Compares a result in two runs."""
         shadow = np.asarray(pair.shadow)
         finite = shadow[np.isfinite(shadow)].astype(np.float64)
         power = float(np.sum(np.square(finite)))
@@ -275,8 +274,6 @@ def _line(measured: Measured | None) -> Any:
 
 @dataclass(frozen=True)
 class Examination:
-    """What one walk through a program found."""
-
     settings: Settings  # how it was run
     measured: list[Measured]  # its operations
     outcomes: list[Outcome]  # its results

@@ -42,8 +42,6 @@ class Pair(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Statistics of one result of an equation, over all the times that it ran."""
-
     nonzero: int  # elements that are finite and not zero in float32
     wild: int  # elements that are not finite in float32 either
     flushed: int  # elements that are zero and not so in float32
@@ -67,7 +65,6 @@ class Statistics(NamedTuple):
 
     @property
     def underflow(self) -> tuple[float, float]:
-        """The shares of its nonzero elements that became zero, and subnormal."""
         return self.flushed / self.nonzero, self.subnormal / self.nonzero
 
     def smaller(self, exponent: int) -> int:
@@ -75,7 +72,6 @@ class Statistics(NamedTuple):
         return int(self.exponents[: max(0, exponent - LOWEST_EXPONENT)].sum())
 
     def merge(self, other: Statistics) -> Statistics:
-        """These and those of another iteration."""
         merged = {
             name: _MERGED.get(name, operator.add)(ours, theirs)
             for name, ours, theirs in zip(self._fields, self, other, strict=True)
@@ -201,7 +197,6 @@ class Measured:
 
     @property
     def matmul(self) -> bool:
-        """Whether it is a matmul or a convolution."""
         return self.primitive in _primitives.MATMULS
 
     @property
@@ -210,7 +205,6 @@ class Measured:
 
     @property
     def location(self) -> origin.Location | None:
-        """The user's line that led to the equation."""
         return next(filter(None, map(origin.location, self.eqns)), None)
 
     def merge(self, other: Measured) -> Measured:
@@ -255,11 +249,9 @@ class Ledger:
         return frozenset(n for k, n in self._numbers.items() if k[: len(key)] == key)
 
     def operands(self, measured: Measured) -> list[Measured]:
-        """The outputs that an output was computed from."""
         return [self.measured[number] for number in measured.producers]
 
     def behind(self, measured: Measured) -> list[Measured]:
-        """All that led to an output, nearest first."""
         return [self.measured[n] for n in self._ancestors(measured.producers)]
 
     def led_to(self, numbers: Iterable[int]) -> list[Measured]:

@@ -54,11 +54,8 @@ def save_plot(
     sides = [_largest(histograms, gradient) for gradient in (False, True)]
     sides = [side for side in sides if side] or [[]]
     rows = max(1, *map(len, sides))
-    figure = Figure(
-        figsize=(1 + 4.8 * len(sides), 2.4 + 0.5 * rows),
-        layout="constrained",
-        facecolor="white",
-    )
+    size = (1 + 4.8 * len(sides), 2.4 + 0.5 * rows)
+    figure = Figure(figsize=size, layout="constrained", facecolor="white")
     grid: Any = figure.subplots(
         2, len(sides), squeeze=False, gridspec_kw={"height_ratios": [rows + 0.8, 0.6]}
     )
@@ -145,7 +142,9 @@ def _draw_histograms(axes: Any, histograms: Sequence[Histogram], dtype: str) -> 
         inside = (exponents >= lowest) & (exponents < np.ceil(high))
         colors = np.where(inside, _INSIDE, _OUTSIDE)
         axes.bar(exponents + 0.5, heights, 1.0, bottom=row + 0.45, color=colors)
-    names = [_short(histogram.module) for histogram in histograms]
+    names = [
+        h.module if len(h.module) <= 28 else f"...{h.module[-25:]}" for h in histograms
+    ]
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.set_ylim(len(names) - 0.4, -1.1)
     axes.tick_params(axis="y", length=0)
@@ -157,7 +156,6 @@ def _draw_histograms(axes: Any, histograms: Sequence[Histogram], dtype: str) -> 
 
 
 def _draw_window(axes: Any, scale: float, window: tuple[float, float]) -> None:
-    """The loss scales that keep gradients in range, and the one that there is."""
     axes.set_yticks([])
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.set_xlabel("loss scale, power of 2", fontsize=9)
@@ -170,7 +168,3 @@ def _draw_window(axes: Any, scale: float, window: tuple[float, float]) -> None:
     axes.plot([here], [0.3], "o", color=_INSIDE if fits else _OUTSIDE, ms=7)
     axes.set_ylim(0, 1)
     axes.set_xlim(min(low, high, here) - 2, max(low, high, here) + 2)
-
-
-def _short(module: str) -> str:
-    return module if len(module) <= 28 else f"...{module[-25:]}"

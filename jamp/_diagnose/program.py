@@ -27,8 +27,6 @@ Path = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Settings:
-    """How a program is run: what a suggestion may change."""
-
     options: regions.Options  # those of the autocast
     loss_scale: float | None = None  # the factor of the loss; None computes no gradient
     # Lines of the user's that stand in a region with `enabled=False`.
@@ -93,7 +91,6 @@ class Subject:
         return cls(call.fn, leaves, tree, labels, differentiated, has_aux, modules)
 
     def not_finite(self) -> list[str]:
-        """The arguments that hold what is not finite."""
         return [
             label
             for label, leaf in zip(self.labels, self.leaves, strict=True)
@@ -128,7 +125,6 @@ def _find_paths(
 
 
 def _in_module(path: Path, modules: Mapping[int, Path]) -> Path:
-    """The user's path of an array of the modules' state."""
     # Other modules are the function itself, or it is bound to them or closes over them.
     module = modules.get(path[0].key, ("module", path[0]))
     # The last key leads into a variable.

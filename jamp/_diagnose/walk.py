@@ -45,14 +45,14 @@ from jamp._tracing.regions import Scope
 # XLA may otherwise leave out the roundings that are to be measured.
 EXACTLY = {"xla_allow_excess_precision": False}
 
+_OF_JAX = ("checkpoint", "rematted_computation")
+
 Steps = dict[Hashable, Callable[..., list[Pair]]]
 Values = Sequence[Tracked]
 
 
 @dataclass(frozen=True)
 class Walk:
-    """One walk through a program, or through one inside."""
-
     steps: Steps  # compiled equations, which several walks may share
     advance: Callable[[], object]  # called after each equation
     ledger: Ledger  # holds what is measured
@@ -61,7 +61,6 @@ class Walk:
     iteration: int | None = None  # that of the loop around the program, if there is one
 
     def run(self, program: Any, values: Values) -> list[Tracked]:
-        """Runs a program on values, and measures its equations."""
         program = closed(program)
         jaxpr = program.jaxpr
         env: dict[Any, Tracked] = dict(zip(jaxpr.invars, values, strict=True))
@@ -92,7 +91,6 @@ class Walk:
         return results
 
     def _inside(self, eqn: JaxprEqn) -> Walk:
-        """The walk through a program that an equation holds."""
         scope = self.scope.enter(eqn.source_info.name_stack)
         return replace(self, scope=scope, callers=(*self.callers, eqn))
 
@@ -101,21 +99,17 @@ class Walk:
         scaled = any(operand.scaled for operand in operands)
         states = [operand.state for operand in operands if operand.state is not None]
         names = self.scope.enter(eqn.source_info.name_stack).names
-        scope = tuple(name for name in names if not _is_of_jax(name))
+        # Not those that JAX itself opens, for a checkpoint or an einsum.
+        scope = tuple(n for n in names if n not in _OF_JAX and "->" not in n)
         producers = _producers(operands)
         values = []
         for var, pair in zip(eqn.outvars, pairs, strict=True):
             value = Tracked(pair, None, scaled, producers)
             if is_measured(var.aval):
                 statistics, state = measure(pair, states, self.iteration)
+                dtype, callers = _dtypes.dtype_of(var), self.callers
                 found = Measured(
-                    eqn=eqn,
-                    dtype=_dtypes.dtype_of(var),
-                    scope=scope,
-                    callers=self.callers,
-                    scaled=scaled,
-                    producers=producers,
-                    statistics=statistics,
+                    eqn, dtype, scope, callers, scaled, producers, statistics
                 )
                 number = self.ledger.note(var, found)
                 value = Tracked(pair, state, scaled, frozenset({number}))
@@ -240,11 +234,6 @@ def _carried(results: Values, first: Values) -> list[Tracked]:
         result._replace(producers=value.producers)
         for result, value in zip(results, first, strict=True)
     ]
-
-
-def _is_of_jax(name: str) -> bool:
-    """Whether JAX itself opened a scope: for a checkpoint, or an einsum."""
-    return name in ("checkpoint", "rematted_computation") or "->" in name
 
 
 def _unused_after(jaxpr: Any) -> list[list[Any]]:

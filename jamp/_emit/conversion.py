@@ -17,7 +17,6 @@ def convert(array: Any, dtype: Any) -> Any:
 
 
 def convert_all(arrays: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
-    """Arrays in dtypes; None leaves one as it is."""
     return [
         array if dtype is None else convert(array, dtype)
         for array, dtype in zip(arrays, dtypes, strict=True)

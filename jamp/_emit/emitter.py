@@ -43,18 +43,14 @@ def emit(plan: Plan, arrays: Sequence[Any]) -> list[Any]:
 
 
 class Emitter:
-    """Runs a plan and those inside of it.
-
-    Attributes:
-      float32_calls: jitted functions by what they compute.
-    """
+    """Runs a plan and those inside of it."""
 
     def __init__(self) -> None:
         self._programs: dict[Any, Any] = {}
-        self.float32_calls: dict[Hashable, Callable[..., Any]] = {}
+        # Jitted functions by what they compute.
+        self.float32_calls: dict[Hashable, Callable[..., list[Any]]] = {}
 
     def run(self, plan: Plan, arrays: Sequence[Any]) -> list[Any]:
-        """Runs a plan on its inputs and extras, and returns its results."""
         inputs = [*plan.inputs, *plan.extras.values()]
         env = {v.number: array for v, array in zip(inputs, arrays, strict=True)}
 

@@ -12,6 +12,7 @@ What leaves it in 16 bits is cast inside of it, so that its gradient enters in 1
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -34,7 +35,7 @@ def emit_float32_call(emitter: Emitter, action: Float32Call, arrays: Arrays) -> 
     If some of the arrays are of 16 bits, the backward pass runs the equations again.
     """
     low = tuple(value.dtype in _dtypes.LOW_DTYPES for value in action.operands)
-    run = _runner(action)
+    run: Callable[..., list[Any]] = partial(_run, action)
     if any(low):
         run = _recomputing(run, low, action)
     if not under_trace(arrays):
@@ -46,31 +47,24 @@ def emit_float32_call(emitter: Emitter, action: Float32Call, arrays: Arrays) -> 
     known = emitter.float32_calls
     if key not in known:
         known[key] = jax.jit(run, inline=INLINE)
-    results: list[Any] = known[key](*arrays)
-    return results
+    return known[key](*arrays)
 
 
-def _runner(action: Float32Call) -> Callable[..., list[Any]]:
-    def run(*arrays: Any) -> list[Any]:
-        env = dict(zip(action.invars, arrays, strict=True))
-        name_stack = current_name_stack()
-        for eqn in action.eqns:
-            operands = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
-            with (
-                user_context(eqn.source_info.traceback, name_stack=name_stack),
-                settings(eqn),
-            ):
-                results = bind(eqn, operands)
-            env.update(zip(eqn.outvars, results, strict=True))
-        wide = [env[var] for var in action.outvars]
-        narrow = [
-            jax.lax.convert_element_type(result, value.dtype)
-            for result, value in zip(wide, action.narrowed, strict=True)
-            if value is not None
-        ]
-        return [*wide, *narrow]
-
-    return run
+def _run(action: Float32Call, *arrays: Any) -> list[Any]:
+    env = dict(zip(action.invars, arrays, strict=True))
+    names = current_name_stack()
+    for eqn in action.eqns:
+        operands = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
+        with user_context(eqn.source_info.traceback, name_stack=names), settings(eqn):
+            results = bind(eqn, operands)
+        env.update(zip(eqn.outvars, results, strict=True))
+    wide = [env[var] for var in action.outvars]
+    narrow = [
+        jax.lax.convert_element_type(result, value.dtype)
+        for result, value in zip(wide, action.narrowed, strict=True)
+        if value is not None
+    ]
+    return [*wide, *narrow]
 
 
 def _reduces(primitive: Any, *operands: Any, **params: Any) -> bool:
@@ -80,8 +74,8 @@ def _reduces(primitive: Any, *operands: Any, **params: Any) -> bool:
 
 
 def _recomputing(
-    run: Callable[..., Any], low: Sequence[bool], action: Float32Call
-) -> Callable[..., Any]:
+    run: Callable[..., list[Any]], low: Sequence[bool], action: Float32Call
+) -> Callable[..., list[Any]]:
     """A call that the backward pass runs again, from arrays some of which are low.
 
     Barriers keep XLA from sharing it with the forward pass, and from fusing it with

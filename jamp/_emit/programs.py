@@ -37,7 +37,6 @@ def emit_jit(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
 
 @emits("cond")
 def emit_cond(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
-    """Emits a conditional or switch, whose branches return the same dtypes."""
     branches = tuple(
         emitter.closed(plan, arrays[1:], into=action.dtypes) for plan in action.plans
     )
@@ -58,7 +57,6 @@ def emit_checkpoint(emitter: Emitter, action: Structural, arrays: Arrays) -> Arr
 
 @emits("shard_map")
 def emit_shard_map(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
-    """Emits a shard_map; its body is run anew, because it stands on manual axes."""
     params, (plan,) = action.eqn.params, action.plans
     function: Any = jax.shard_map(
         lambda *shards: tuple(emitter.run(plan, shards)),
@@ -74,7 +72,6 @@ def emit_shard_map(emitter: Emitter, action: Structural, arrays: Arrays) -> Arra
 
 @emits("custom_linear_solve")
 def emit_linear_solve(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
-    """Emits a linear solve, whose programs return what they did as traced."""
     programs, lengths = (action.eqn.params[n] for n in ("jaxprs", "const_lengths"))
     plans, consts = iter(action.plans), iter(arrays)
     sides = arrays[sum(lengths) :]

@@ -16,7 +16,6 @@ _OPEN_DEPTH = 2
 
 
 def page(report: Figures) -> str:
-    """The report as an HTML page."""
     file = files("jamp._explain").joinpath("report.html")
     template = file.read_text(encoding="utf-8")
     every = rows(report.operations)
@@ -166,5 +165,4 @@ def _chips(dtypes: Iterable[str]) -> str:
 
 
 def _colour(dtype: str) -> str:
-    """The class that gives a dtype its colour."""
     return dtype if dtype in _COLOURED else "other"

@@ -25,8 +25,6 @@ _LOW = frozenset(dtype.name for dtype in _dtypes.LOW_DTYPES)
 
 @dataclass(frozen=True)
 class Operation:
-    """One equation of a program, with how often it runs."""
-
     record: Record  # what was decided for it
     times: int = 1  # the product of the lengths of the scans that it stands in
 
@@ -203,7 +201,6 @@ def module_of(name: str, operations: tuple[Operation, ...], depth: int = 0) -> M
 def operations(
     entries: list[Entry], caller: JaxprEqn | None = None, times: int = 1
 ) -> Iterator[Operation]:
-    """The operations of some records, in program order."""
     for entry in entries:
         if isinstance(entry, Record):
             yield Operation(replace(entry, caller=caller), times)

@@ -26,8 +26,6 @@ from jamp._tracing import nnx_modules, regions, trace
 from jamp._tracing.checks import check_function
 from jamp._tracing.regions import Options, Scope
 
-_GROUPS = ("function", "equation", "module")
-
 
 @dataclass(frozen=True, repr=False)
 class Report(Figures):
@@ -55,9 +53,8 @@ class Report(Figures):
         Raises:
           ValueError: another `group`.
         """
-        if group not in _GROUPS:
-            *others, last = map(repr, _GROUPS)
-            known = f"{', '.join(others)} or {last}"
+        if group not in ("function", "equation", "module"):
+            known = "'function', 'equation' or 'module'"
             raise ValueError(f"group must be {known}, got {group!r}")
         return text.text(self, group)
 

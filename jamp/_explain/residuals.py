@@ -42,8 +42,6 @@ class Residual(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """What is kept between the forward and the backward pass, largest first."""
-
     autocast: tuple[Residual, ...]  # under autocast
     as_written: tuple[Residual, ...]  # of the function as it is written
 

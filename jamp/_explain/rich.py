@@ -60,7 +60,6 @@ def _table(*columns: str) -> Table:
 
 
 def _dtypes(row: Row) -> Text:
-    """The dtypes of its operands and of its results, in their colours."""
     operands, results = (
         Text("+").join(Text(name, _STYLES.get(name, "dim")) for name in names)
         for names in (row.operands, row.results)

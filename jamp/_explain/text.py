@@ -56,7 +56,6 @@ class Row(Counted):
 
     @property
     def results(self) -> tuple[str, ...]:
-        """Short names of the dtypes of what it returns."""
         records = [op.record for op in self.operations]
         if self.first.function is None:
             return _names(d for record in records for d in record.results)
@@ -74,7 +73,8 @@ class Row(Counted):
     @property
     def computes_in(self) -> str:
         """The floating dtype of the operands of its largest operation, the widest."""
-        largest = max(self.operations, key=_weight)
+        sizes = [(op.flops, op.result_bytes.total()) for op in self.operations]
+        largest = self.operations[sizes.index(max(sizes))]
         dtypes = [d for d in largest.record.operands if d is not None]
         floats = [d for d in dtypes if _dtypes.eligible(d) or _dtypes.is_float64(d)]
         if not floats:
@@ -99,7 +99,6 @@ class Row(Counted):
 
     @property
     def location(self) -> str:
-        """File name and line of the user's."""
         found = self.first.location
         return f"{Path(found.file).name}:{found.line}" if found else ""
 
@@ -110,7 +109,6 @@ class Row(Counted):
 
     @property
     def code(self) -> str:
-        """The text of the user's line, if it can be read."""
         found = self.first.location
         return linecache.getline(found.file, found.line).strip() if found else ""
 
@@ -136,10 +134,6 @@ def rows(operations: Iterable[Operation]) -> list[Row]:
             key = (op.entry, rule, op.reason, op.location, scope)
             groups.setdefault(key, []).append(op)
     return [Row(tuple(group)) for group in groups.values()]
-
-
-def _weight(op: Operation) -> tuple[float, int]:
-    return op.flops, op.result_bytes.total()
 
 
 def short(dtype: str) -> str:
@@ -183,7 +177,6 @@ def share(value: float) -> str:
 
 
 def amount(value: float, unit: str = "") -> str:
-    """A number with a prefix for its thousands."""
     prefixes = ["", "k", "M", "G", "T", "P"]
     while value >= 999.5 and len(prefixes) > 1:
         value /= 1000
@@ -192,7 +185,6 @@ def amount(value: float, unit: str = "") -> str:
 
 
 def size(nbytes: float) -> str:
-    """A number of bytes, with a binary prefix."""
     prefixes = ["", "Ki", "Mi", "Gi", "Ti"]
     while nbytes >= 1023.95 and len(prefixes) > 1:
         nbytes /= 1024
@@ -213,7 +205,6 @@ def text(report: Figures, group: str) -> str:
 
 
 def summary(report: Figures) -> Iterator[str]:
-    """Sentences with the figures of the whole program."""
     yield (
         f"{len(report.operations)} equations, {report.casts} casts inserted, "
         f"{report.low_matmuls} of {len(report.matmuls)} matmuls and convolutions in 16 "

@@ -33,12 +33,10 @@ def lowering(eqn: JaxprEqn, avals: Sequence[Any], device_type: str) -> Lowering:
 
 
 def _with_params(eqn: JaxprEqn, **params: Any) -> Lowering:
-    """The equation's own primitive, with some other parameters."""
     return Lowering(eqn.primitive, {**eqn.params, **params})
 
 
 def _lower_product(eqn: JaxprEqn, avals: Sequence[Any], device_type: str) -> Lowering:
-    """What is bound for a matmul or convolution, in its operands' dtype."""
     dtype = _dtypes.widest(aval.dtype for aval in avals[:2])
     params: dict[str, Any] = {"preferred_element_type": dtype}
     if dtype in _dtypes.LOW_DTYPES and eqn.params.get("precision") is not None:

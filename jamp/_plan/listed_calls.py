@@ -55,7 +55,6 @@ class ListedCall:
 
     @cached_property
     def outvars(self) -> list[Any]:
-        """The results of its equations that are used after it."""
         made = (var for eqn in self.eqns for var in eqn.outvars)
         return [var for var in made if self.env.used_from(var, self.stop)]
 
@@ -169,7 +168,6 @@ def _lowered(entering: dict[Any, Value], caster: Caster) -> dict[Any, Value]:
 
 
 def _plan_in_float32(call: ListedCall, enter: Caster) -> None:
-    """Plans a call that is float32 throughout, once its operands are."""
     env, plan = call.env, call.env.plan
     # The backward pass runs again what is cheap enough.
     cheap = all(eqn.primitive.name in _primitives.CHEAP for eqn in nested(call.eqns))

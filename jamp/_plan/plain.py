@@ -130,7 +130,6 @@ def _bound_to_dtypes(eqn: JaxprEqn) -> bool:
 
 
 def cast_and_bind(equation: Equation, dtypes: Dtypes) -> list[Value]:
-    """Plans the casts of an equation's operands, the equation, and its rounding."""
     eqn, operands, context, caster, *_ = equation
     cast = [
         value if dtype is None else _operand(equation, value, dtype)

@@ -192,7 +192,6 @@ class Caster:
         self.plan = plan
 
     def cast(self, value: Value, dtype: DType) -> Value:
-        """The value in a dtype; cast once and shared, if sharing is on."""
         if value.dtype == dtype:
             return value
         self.plan.changed = True
@@ -241,7 +240,6 @@ class Equation(NamedTuple):
 
     @property
     def plan(self) -> Plan:
-        """What the equation becomes a part of."""
         return self.caster.plan
 
     def inner(

@@ -61,8 +61,6 @@ def plan_program(program: Any, inputs: Values, context: Context) -> Plan:
 
 
 class _Entry(NamedTuple):
-    """An equation with its scope, the user's ruling and the call that it belongs to."""
-
     eqn: JaxprEqn
     scope: Scope
     user: Ruling | None = None
@@ -124,7 +122,6 @@ class _Planner:
     def inline(
         self, program: Any, arguments: Values, context: Context, plan: Plan
     ) -> list[Value]:
-        """Plans a closed jaxpr as part of the program around it."""
         jaxpr = program.jaxpr
         env = Environment(jaxpr, plan)
         consts = [Value(jax.typeof(const), known=const) for const in program.consts]
@@ -232,7 +229,6 @@ class _Planner:
         env.bind(eqn.outvars, results)
 
     def _where(self, eqn: JaxprEqn) -> str:
-        """The user's line that led to an equation, or to the call it is inside."""
         around = map(origin.location, (eqn, *reversed(self._callers)))
         return str(next(filter(None, around), "unknown location"))
 

@@ -128,7 +128,6 @@ def originals(entries: list[Entry]) -> Iterator[Record]:
 
 
 def flops(eqn: JaxprEqn) -> float:
-    """Multiply-adds counted twice, of a matmul or convolution."""
     left, right = (_dtypes.shape_of(var) for var in eqn.invars[:2])
     result = _dtypes.shape_of(eqn.outvars[0])
     if any(not isinstance(size, int) for size in (*left, *right, *result)):

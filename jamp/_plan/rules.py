@@ -59,7 +59,6 @@ def plan_jit(equation: Equation) -> list[Value]:
 
 @structural("call", "closed_call", "eval_jaxpr", "remat_opt")
 def plan_call(equation: Equation) -> list[Value]:
-    """Plans a call that means no more than its program."""
     params = equation.eqn.params
     program = closed(params["call_jaxpr" if "call_jaxpr" in params else "fwd_jaxpr"])
     equation.note_operands()
@@ -70,7 +69,6 @@ def plan_call(equation: Equation) -> list[Value]:
 
 @structural("shard_map")
 def plan_shard_map(equation: Equation) -> list[Value]:
-    """Plans a shard_map, whose body sees shards of its operands."""
     program = closed(equation.eqn.params["jaxpr"])
     shards = [
         Value.of(aval, value.dtype)
@@ -203,7 +201,6 @@ def _settle(carry: Values, body: Callable[[Values], Plan]) -> tuple[Plan, list[A
 
 
 def _carried(carry: Values, dtypes: Sequence[Any]) -> list[Value]:
-    """Stand-ins for a loop's carry in certain dtypes."""
     pairs = zip(carry, dtypes, strict=True)
     return [_stand_in(value.aval, dtype) for value, dtype in pairs]
 
@@ -219,7 +216,6 @@ def _unchanged(carry: Values, dtypes: Sequence[Any]) -> bool:
 
 @structural("custom_jvp_call")
 def plan_custom_jvp(equation: Equation) -> list[Value]:
-    """Plans a custom_jvp function; its rule is kept and runs under the same policy."""
     inner = equation.inner(equation.eqn.params["call_jaxpr"], equation.operands)
     changed = inner.changed or _changes_rule(equation)
     return equation.calling(inner, changed=changed)
@@ -243,7 +239,6 @@ def plan_checkpoint(equation: Equation) -> list[Value]:
 
 @structural("call_hi_primitive")
 def plan_hi_primitive(equation: Equation) -> list[Value]:
-    """Plans a primitive that expands into others; its derivative rule is kept."""
     primitive: Any = equation.eqn.primitive
     avals = [var.aval for var in equation.eqn.invars]
     with tracing(equation.context.region):

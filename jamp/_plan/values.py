@@ -24,8 +24,6 @@ _numbers = count()
 
 
 class Interval(NamedTuple):
-    """Bounds of the values that a constant holds."""
-
     low: float
     high: float
 
@@ -208,7 +206,6 @@ class Value:
         return interval.low
 
     def constant_in(self, dtype: DType) -> Value:
-        """That number in a dtype."""
         number = np.asarray(self.constant).astype(dtype)[()]
         aval = _dtypes.in_dtype(self.aval, dtype)
         return Value(aval, self.traits, known=number)

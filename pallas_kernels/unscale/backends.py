@@ -32,7 +32,6 @@ def backend(implementation: str) -> Any:
 
 
 def load(implementation: str) -> Any:
-    """The module of a kernel; an ImportError if JAX lacks what it is written in."""
     with warnings.catch_warnings():
         # JAX announces the end of its Triton backend at every import.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -80,6 +79,5 @@ def nearest(table: Sequence[tuple[int, str]], size: int) -> str:
 
 @cache
 def measured() -> dict[str, Any]:
-    """What `benchmarks/unscale.py` wrote, the fastest by kind of GPU among it."""
     text = files(__package__).joinpath("measured.json").read_text(encoding="utf-8")
     return dict(json.loads(text))

@@ -143,8 +143,6 @@ def why_not() -> list[str]:
 
 
 def _summed(kernel: Kernel, axes: tuple[str, ...] | None) -> Any:
-    """The kernel, with what it found summed over axes of a mesh, if there are any."""
-
     def run(inv_scale: jax.Array, *leaves: jax.Array) -> Any:
         outputs, not_finite = kernel(leaves, inv_scale)
         if axes is not None:
