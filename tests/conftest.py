@@ -1,5 +1,7 @@
 """Settings shared by all tests, and the guard against a second copy of a package."""
 
+import gc
+import itertools
 import os
 import shutil
 import sys
@@ -8,6 +10,9 @@ from pathlib import Path
 import hypothesis
 import jax
 import jaxlib
+
+# No public function makes the context of a lowering.
+from jax._src.interpreters import mlir  # noqa: TID251
 
 # Compiling takes longer than any deadline; the same examples on every run.
 hypothesis.settings.register_profile(
@@ -22,10 +27,28 @@ jax.config.update("jax_num_cpu_devices", 8)
 # comes after the HLO, so that the text of compiled programs is the usual one.
 jax.config.update("jax_disable_most_optimizations", True)
 
-# The compiler of JAX 0.10 can make its kernels the old way, in half of the time.
+# A program of a few kernels is compiled sooner in one part than in many.
+FLAGS = ["--xla_cpu_parallel_codegen_split_count=1"]
+
 if jaxlib.version.__version_info__ < (0, 11):
-    flags = os.environ.get("XLA_FLAGS", "")
-    os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_use_fusion_emitters=false"
+    # The compiler of JAX 0.10 can make its kernels the old way, in half of the time.
+    FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
+
+if not hasattr(mlir, "_thread_local_context"):
+    # Making the context to lower a program in takes longer than lowering a small one.
+    # JAX 0.12 uses a context for ten programs; so do the tests on older ones.
+    make_context, lowered, contexts = mlir.make_ir_context, itertools.count(), []
+
+    def shared_context():
+        if next(lowered) % 10 == 0:
+            contexts[:] = [make_context()]
+        return contexts[0]
+
+    mlir.make_ir_context = shared_context
+
+# Most objects are caches of JAX and stay: looking through them for garbage is in vain.
+gc.set_threshold(50_000, 20, 100)
 
 # Compiled programs are shared by the worker processes and kept for the next run.
 CACHE = Path(__file__).parents[1] / ".jax_cache"

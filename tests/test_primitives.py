@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Collection
 
@@ -27,6 +28,7 @@ TABLES = {
 TABLES |= {"rules": STRUCTURAL, "intervals": ARITHMETIC}
 
 
+@functools.cache
 def known() -> set[str]:
     """Names of all primitives that there are."""
     return {found.name for found in gc.get_objects() if isinstance(found, Primitive)}

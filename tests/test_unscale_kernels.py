@@ -92,8 +92,24 @@ def test_awkward_numbers_come_out_bit_for_bit(kernel, dtype):
     assert_as_reference(kernel, [jnp.asarray(numbers)])
 
 
-@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-@pytest.mark.parametrize("leaf", [0, 36, -1], ids=["first", "middle", "last"])
+POISONS = (np.inf, -np.inf, np.nan)
+LEAVES = {"first": 0, "middle": 36, "last": -1}
+
+
+# The default run has each value, and each leaf, once.
+POISONINGS = [
+    pytest.param(
+        value,
+        LEAVES[name],
+        marks=() if i == j else pytest.mark.slow,
+        id=f"{value}-{name}",
+    )
+    for i, value in enumerate(POISONS)
+    for j, name in enumerate(LEAVES)
+]
+
+
+@pytest.mark.parametrize(("value", "leaf"), POISONINGS)
 def test_one_number_that_is_not_finite_is_found_anywhere(kernel, value, leaf):
     leaves = filled(gradient_trees.large_and_tiny())
     leaves = [x for x in leaves if kernel.takes(x)]
