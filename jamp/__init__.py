@@ -19,6 +19,7 @@ from jamp._errors import (
     ScalerTypeError,
 )
 from jamp._explain import Report, explain
+from jamp._loss_scaling.gradients import value_and_grad
 from jamp._loss_scaling.metrics import metrics
 from jamp._loss_scaling.scaler import GradScaler, ScalerState
 from jamp._loss_scaling.transformation import (
@@ -27,7 +28,6 @@ from jamp._loss_scaling.transformation import (
     last_step_skipped,
     loss_scale,
     scale_loss,
-    value_and_grad,
 )
 from jamp._policy.policy import Policy
 

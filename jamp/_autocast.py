@@ -145,6 +145,9 @@ class Autocast:
 
         return under_autocast
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Autocast, (self._arguments, self._output_dtype)
+
     def __enter__(self) -> None:
         options = self._arguments.options()
         inside = regions.current() is not None
@@ -162,6 +165,26 @@ class Autocast:
         self._entered.regions.pop().__exit__(*exception)
 
 
+class _WithParentheses:
+    """A function that says what is missing where it is entered without a call."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, fn)
+        self._fn = fn
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._fn(*args, **kwargs)
+
+    def __reduce__(self) -> str:
+        return self._fn.__name__
+
+    def __enter__(self) -> Never:
+        name = self._fn.__name__
+        raise AutocastTypeError(f"write `with jamp.{name}(...):`, with parentheses")
+
+    def __exit__(self, *exception: Any) -> None: ...
+
+
 @overload
 def autocast(
     fn: Callable[_P, _R], **options: Unpack[_AutocastOptions]
@@ -172,6 +195,7 @@ def autocast(
 def autocast(fn: None = None, **options: Unpack[_AutocastOptions]) -> Autocast: ...
 
 
+@_WithParentheses
 def autocast(
     fn: Any = None,
     *unnamed: Never,

@@ -1,9 +1,12 @@
 """What goes wrong says what, where and what to do instead."""
 
+import copy
 import functools
 import inspect
+import pickle
 import re
 
+import cloudpickle
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -33,6 +36,7 @@ ARGUMENTS = {
     "device object": ({"device_type": jax.devices()[0]}, jamp.AutocastTypeError, "str"),
     "float32": ({"dtype": jnp.float32}, jamp.AutocastError, "float32"),
     "float8": ({"dtype": jnp.float8_e4m3fn}, jamp.AutocastError, "float8"),
+    "float64": ({"dtype": jnp.float64}, jamp.AutocastError, "got float64"),
     "integer": ({"dtype": jnp.int16}, jamp.AutocastError, "int16"),
     "no dtype": (
         {"dtype": "fp16"},
@@ -299,3 +303,64 @@ def test_a_program_without_tracebacks_warns_and_keeps_the_primitive_rules():
     # By the rules of primitives its cube is float32; gelu as a function is float16.
     assert result.dtype == jnp.float32
     np.testing.assert_allclose(result, jax.nn.gelu(x22 @ x22), rtol=1e-3)
+
+
+TRANSFORMS = [jamp.explain, jamp.diagnose, jamp.value_and_grad]
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda fn: fn.__name__)
+def test_inputs_given_beside_a_function_are_told_where_they_go(transform):
+    name = transform.__name__
+    message = rf"inputs go to what it returns: {name}\(fn\)\(\.\.\.\)"
+    with pytest.raises(jamp.AutocastTypeError, match=message):
+        transform(jnp.matmul, x22, x22, x22)
+    with pytest.raises(jamp.AutocastTypeError, match=f"{name} takes a function, got"):
+        transform(3)
+
+
+def test_a_region_without_parentheses_is_told_to_have_some():
+    def fn(x):
+        with jamp.autocast:
+            return x @ x
+
+    with pytest.raises(
+        jamp.AutocastTypeError, match=r"write `with jamp.autocast\(\.\."
+    ):
+        gpu(fn)(x22)
+
+
+def test_autocast_is_itself_wherever_it_is_copied_to():
+    for copied in (copy.deepcopy(jamp.autocast), pickled(jamp.autocast)):
+        assert copied is jamp.autocast
+    assert inspect.signature(jamp.autocast).parameters["dtype"].default is None
+
+
+def pickled(value):
+    return pickle.loads(pickle.dumps(value))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickled])
+def test_a_copy_of_a_region_does_what_the_region_does(copied):
+    region = jamp.autocast(dtype=jnp.bfloat16)
+    inside = copied(region)
+
+    def fn(x):
+        with region, copied(region):
+            y = x @ x
+        with inside:
+            return y, x @ x
+
+    assert [y.dtype for y in gpu(fn)(x22)] == [jnp.bfloat16] * 2
+    widened = copied(jamp.autocast(device_type="gpu", output_dtype=jnp.float32))
+    assert widened(jnp.matmul)(x22, x22).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_cloudpickle_takes_a_function_under_autocast(called):
+    scale = jnp.float32(3)
+    fn = gpu(lambda x: x @ x * scale)
+    if called:
+        fn(x22)
+    copied = pickle.loads(cloudpickle.dumps(fn))
+    np.testing.assert_array_equal(copied(x22), fn(x22))
+    assert copied(x22).dtype == jnp.float16

@@ -121,6 +121,53 @@ def test_a_scaler_of_another_type_is_refused_at_once(scaler):
         jamp.dynamic_loss_scaling(optax.sgd(0.1), scaler)
 
 
+def test_options_of_the_scaler_are_given_to_the_scaler():
+    way_out = r"\(inner, jamp.GradScaler\(init_scale=\.\.\., hysteresis=\.\.\.\)\)"
+    with pytest.raises(ScalerTypeError, match=way_out):
+        jamp.dynamic_loss_scaling(optax.sgd(0.1), init_scale=8.0, hysteresis=2)
+    for wrong, hint in (("axes", "axis_name, not axes"), ("scalar", "mean 'scaler'")):
+        with pytest.raises(ScalerTypeError, match=hint):
+            jamp.dynamic_loss_scaling(optax.sgd(0.1), **{wrong: None})
+
+
+GRADS = {
+    "of another name": (
+        {"v": W},
+        r"only gradients have \(2,\) at \['v'\] and only par",
+    ),
+    "none": (None, r"only parameters have \(2,\) at \['w'\]; take them with jamp.val"),
+    "more": ({"w": W, "b": W}, r"only gradients have \(2,\) at \['b'\]; take"),
+    "of another shape": ({"w": jnp.ones(3)}, r"have \(3,\) at \['w'\] and only par"),
+    "a string": ({"w": "a"}, r"the gradients at \['w'\] must be arrays, got str"),
+}
+
+
+@pytest.mark.parametrize("kind", GRADS)
+def test_gradients_that_do_not_fit_the_parameters_are_told_apart(kind):
+    grads, message = GRADS[kind]
+    params = {"w": W}
+    with pytest.raises(ScalerTypeError, match=message):
+        TX.update(grads, TX.init(params), params)
+
+
+def test_an_error_of_the_optimizer_itself_comes_through():
+    def update(updates, state, params=None):
+        raise ValueError("of the optimizer")
+
+    broken = optax.GradientTransformation(lambda params: (), update)
+    tx = jamp.dynamic_loss_scaling(broken)
+    with pytest.raises(ValueError, match="of the optimizer"):
+        tx.update(W, tx.init(W), W)
+
+
+def test_swapped_arguments_of_the_functions_show_their_order():
+    state = TX.init(W)
+    with pytest.raises(ScalerError, match=r"first: scale_loss\(loss, opt_state\)"):
+        jamp.scale_loss(state, W[0])
+    with pytest.raises(ScalerError, match=r"comes first: metrics\(opt_state, grads\)"):
+        jamp.metrics(W, state)
+
+
 @pytest.mark.parametrize("inner", [1e-3, optax.sgd, jamp.GradScaler()])
 def test_what_is_no_optimizer_is_refused_at_once(inner):
     message = f"inner must be an optax optimizer, got {type(inner).__name__}"

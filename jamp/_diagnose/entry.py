@@ -5,7 +5,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Never
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ _EVERY = 50
 
 def diagnose(
     fn: Callable[..., Any],
-    *,
+    *inputs: Never,
     loss_scale: float | None = None,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
@@ -65,8 +65,7 @@ def diagnose(
       argnums: which arguments the gradient is taken of; of `flax.nnx` modules, it is
         taken of all their floating state.
       has_aux: whether `fn` returns a pair of the loss and something else.
-      progress: whether to show how far it is, on stderr; by default if that is a
-        terminal.
+      progress: whether to show on stderr how far it is; by default if on a terminal.
       **autocast_options: the options of `jamp.autocast`.
 
     Returns:
@@ -78,7 +77,8 @@ def diagnose(
       AutocastTypeError: `fn` is not callable, or there are no arrays to run it on.
       BannedOpError: the policy bans an operation of the program.
     """
-    scale = _checked_scale(fn, loss_scale)
+    check_function("diagnose", fn, inputs)
+    scale = _checked_scale(loss_scale)
     named = regions.named_arguments("diagnose", autocast_options)
 
     def diagnosed(*args: Any, **kwargs: Any) -> Diagnosis:
@@ -99,8 +99,7 @@ def diagnose(
     return diagnosed
 
 
-def _checked_scale(fn: Any, loss_scale: float | None) -> float | None:
-    check_function("diagnose", fn)
+def _checked_scale(loss_scale: float | None) -> float | None:
     if loss_scale is None:
         return None
     try:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 import jax
 from jax.extend.core import jaxpr_as_fun
@@ -117,7 +117,10 @@ class Report(Figures):
 
 
 def explain(
-    fn: Callable[..., Any], *, residuals: bool = False, **autocast_options: Any
+    fn: Callable[..., Any],
+    *inputs: Never,
+    residuals: bool = False,
+    **autocast_options: Any,
 ) -> Callable[..., Report]:
     """Explains what `jamp.autocast` does with a function.
 
@@ -138,7 +141,7 @@ def explain(
       AutocastTypeError: an option that `jamp.autocast` does not take.
     """
     named = regions.named_arguments("explain", autocast_options)
-    check_function("explain", fn)
+    check_function("explain", fn, inputs)
 
     def explained(*args: Any, **kwargs: Any) -> Report:
         options = named.options()

@@ -112,6 +112,35 @@ def is_number(leaf: Any) -> bool:
     return any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_))
 
 
+def check_arrays(grads: Any) -> None:
+    """Raises for gradients that are no arrays."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
+        if not hasattr(leaf, "dtype"):
+            at = jax.tree_util.keystr(path)
+            raise ScalerTypeError(
+                f"the gradients{at and ' at ' + at} must be arrays, got "
+                f"{type(leaf).__name__}"
+            )
+
+
+def differences(grads: Any, params: Any) -> str:
+    """What gradients have and parameters lack, or the reverse, in words."""
+    shapes = [
+        {
+            f"{np.shape(leaf)} at {jax.tree_util.keystr(path) or 'the top'}"
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        }
+        for tree in (grads, params)
+    ]
+    both = shapes[0] & shapes[1]
+    found = [
+        f"only {name} have {', '.join(sorted(held - both)[:3])}"
+        for name, held in zip(("gradients", "parameters"), shapes, strict=True)
+        if held - both
+    ]
+    return " and ".join(found)
+
+
 def refuse_float16(tree: Any, what: str) -> None:
     """Raises if a tree, which the message calls `what`, has float16 leaves."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)

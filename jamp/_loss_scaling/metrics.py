@@ -50,7 +50,7 @@ def metrics(
     Raises:
       ScalerError: `opt_state` holds no loss scale, or several.
     """
-    state = find_state(opt_state)
+    state = find_state(opt_state, "; it comes first: metrics(opt_state, grads)")
     found = {}
     if isinstance(state, DynamicLossScalingState):
         counters = ("last_step_skipped", "skipped_steps", "total_steps")

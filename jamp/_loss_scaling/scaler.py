@@ -18,6 +18,7 @@ from jamp._loss_scaling.arguments import (
     LARGEST,
     LARGEST_COUNT,
     any_of,
+    check_arrays,
     check_types,
     instances,
     new_scale_of,
@@ -161,6 +162,7 @@ class GradScaler:
         if not self.enabled:
             return grads, jnp.array(False)
         refuse_float16(grads, "Attempting to unscale FP16 gradients: the gradients")
+        check_arrays(grads)
         inverse = 1 / state.scale
         unscaled, found_inf = unscale_and_check(grads, inverse)
         # Where denormal numbers are flushed, the inverse of a scale above 2**126 is

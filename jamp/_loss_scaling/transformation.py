@@ -1,26 +1,22 @@
 """Loss scaling inside an optax optimizer, and the functions of a training loop."""
 
-import functools
-import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, Never
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from jamp._autocast import as_written
-from jamp._errors import ScalerError, ScalerTypeError
+from jamp._errors import ScalerError, ScalerTypeError, did_you_mean
 from jamp._loss_scaling.arguments import (
+    differences,
     instances,
-    is_number,
     refuse_float16,
     scaled,
     select,
 )
 from jamp._loss_scaling.scaler import GradScaler, ScalerState
-from jamp._tracing import nnx_modules
 from jamp.pallas_kernels import unscale_and_check
 
 
@@ -50,6 +46,7 @@ def dynamic_loss_scaling(
     scaler: GradScaler | None = None,
     *,
     axis_name: Any = None,
+    **misplaced: Never,
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer to take gradients of a scaled loss.
 
@@ -87,6 +84,8 @@ def dynamic_loss_scaling(
         `init`, something in `inner` scales losses too.
       ScalerTypeError: `inner` is no optimizer, or `scaler` no `GradScaler`.
     """
+    if misplaced:
+        raise ScalerTypeError(_misplaced(list(misplaced)))
     if isinstance(inner, optax.MultiSteps):
         inner = inner.gradient_transformation()
     if not isinstance(inner, optax.GradientTransformation):
@@ -97,12 +96,23 @@ def dynamic_loss_scaling(
         raise ScalerTypeError(
             f"scaler must be a jamp.GradScaler, got {type(scaler).__name__}"
         )
-    scaling = _LossScaling(
-        inner=optax.with_extra_args_support(inner),
-        scaler=GradScaler() if scaler is None else scaler,
-        axis_name=axis_name,
-    )
+    inner = optax.with_extra_args_support(inner)
+    scaling = _LossScaling(inner, scaler or GradScaler(), axis_name)
     return optax.GradientTransformationExtraArgs(scaling.init, scaling.update)
+
+
+def _misplaced(names: list[str]) -> str:
+    """What to do with options that `dynamic_loss_scaling` does not take."""
+    known = [option.name for option in fields(GradScaler)]
+    if set(names) <= set(known):
+        return (
+            "the options of the scaler go to the scaler: dynamic_loss_scaling(inner, "
+            f"jamp.GradScaler({', '.join(f'{name}=...' for name in names)}))"
+        )
+    hint = did_you_mean(names[0], [*known, "scaler", "axis_name"])
+    return (
+        f"dynamic_loss_scaling takes scaler and axis_name, not {', '.join(names)}{hint}"
+    )
 
 
 @dataclass(frozen=True)
@@ -158,9 +168,18 @@ class _LossScaling:
         if isinstance(state.inner_state, optax.MultiStepsState):
             # Its running mean would keep an inf.
             grads = select(found, jax.tree.map(jnp.zeros_like, grads), grads)
-        updates, inner_state = self.inner.update(
-            grads, state.inner_state, params, **extra_args
-        )
+        try:
+            updates, inner_state = self.inner.update(
+                grads, state.inner_state, params, **extra_args
+            )
+        except (TypeError, ValueError) as error:
+            difference = "" if params is None else differences(grads, params)
+            if not difference:
+                raise
+            raise ScalerTypeError(
+                f"the gradients do not fit the parameters: {difference}; take them "
+                "with jamp.value_and_grad, of the loss at these parameters"
+            ) from error
         ended, unstepped = _end(state.inner_state, inner_state)
         if self.scaler.enabled:
             zeros = jax.tree.map(jnp.zeros_like, updates)
@@ -205,7 +224,7 @@ def loss_scale(opt_state: Any) -> jax.Array:
     Raises:
       ScalerError: it holds no loss scale, or several.
     """
-    return _find_scale(opt_state)
+    return find_scale(opt_state)
 
 
 def last_step_skipped(opt_state: Any) -> jax.Array:
@@ -237,97 +256,11 @@ def scale_loss(loss: Any, opt_state: Any) -> Any:
       ScalerError: it holds no loss scale, or several.
       ScalerTypeError: a loss is no number.
     """
-    return scaled(loss_scale(opt_state), loss)
+    hint = "; the loss comes first: scale_loss(loss, opt_state)"
+    return scaled(find_scale(opt_state, hint), loss)
 
 
-def value_and_grad(
-    loss_fn: Callable[..., Any],
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    **options: Any,
-) -> Callable[..., tuple[Any, Any]]:
-    """Like `jax.value_and_grad`, of a loss that is scaled for an optimizer.
-
-    With a module of `flax.nnx` among the arguments it is like `nnx.value_and_grad`: the
-    gradients are an `nnx.State`, and the module keeps what the loss changes in it.
-
-    Args:
-      loss_fn: the loss, a function that returns a scalar.
-      argnums: which arguments of `loss_fn` to differentiate at.
-      has_aux: whether `loss_fn` returns a pair of the loss and something else.
-      **options: further options of `jax.value_and_grad`.
-
-    Returns:
-      A function of `opt_state` (as for `jamp.loss_scale`) and the arguments of
-      `loss_fn`. It returns the value, not scaled, and the gradients, scaled: ready for
-      the optimizer's update.
-
-    Raises:
-      ScalerError: `opt_state` holds no loss scale, or several.
-      ScalerTypeError: the loss is no real number, or `has_aux` does not fit what
-        `loss_fn` returns.
-    """
-
-    @functools.wraps(loss_fn)
-    def scaled_value_and_grad(
-        opt_state: Any, *args: Any, **kwargs: Any
-    ) -> tuple[Any, Any]:
-        scale = _find_scale(opt_state, "; the first argument is opt_state")
-
-        @functools.wraps(loss_fn)
-        def with_scale(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-            value = loss_fn(*args, **kwargs)
-            loss = _loss_in(value, has_aux)
-            _check_real(loss, options.get("holomorphic", False))
-            return scaled(scale, loss), value
-
-        if isinstance(inspect.unwrap(loss_fn), functools.partial):
-            # flax.nnx takes the keywords that a partial has bound for arguments, if it
-            # sees its signature.
-            del with_scale.__wrapped__
-        differentiate = nnx_modules.value_and_grad(args, kwargs)(
-            with_scale, argnums=argnums, has_aux=True, **options
-        )
-        (_, value), grads = differentiate(*args, **kwargs)
-        return value, grads
-
-    # The signature of the loss lacks the first argument.
-    del scaled_value_and_grad.__wrapped__
-    return scaled_value_and_grad
-
-
-def _loss_in(value: Any, has_aux: bool) -> Any:
-    """The loss in what a loss function returned."""
-    if not has_aux:
-        if isinstance(value, tuple):
-            raise ScalerTypeError("the loss returned a tuple; pass has_aux=True")
-        return value
-    if not (isinstance(value, tuple | list) and len(value) == 2):
-        raise ScalerTypeError(
-            "with has_aux=True the loss returns a pair (loss, aux), got "
-            + _in_words(value)
-        )
-    return value[0]
-
-
-def _in_words(value: Any) -> str:
-    """What a value is, whatever JAX calls it while it traces."""
-    if isinstance(value, jax.Array):
-        return "one array"
-    kind = type(value).__name__
-    return f"a {kind} of {len(value)}" if isinstance(value, tuple | list) else kind
-
-
-def _check_real(loss: Any, holomorphic: bool) -> None:
-    """Raises for a number that JAX would not differentiate if it were not scaled."""
-    if not is_number(loss):
-        return
-    dtype = jnp.result_type(loss)
-    if not jnp.issubdtype(dtype, jnp.inexact if holomorphic else jnp.floating):
-        raise ScalerTypeError(f"grad requires a real-valued loss, got {dtype}")
-
-
-def _find_scale(tree: Any, hint: str = "") -> jax.Array:
+def find_scale(tree: Any, hint: str = "") -> jax.Array:
     state = find_state(tree, hint)
     state = state.scaler_state if isinstance(state, DynamicLossScalingState) else state
     return jnp.asarray(state.scale)

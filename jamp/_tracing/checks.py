@@ -78,8 +78,13 @@ def _is_global(obj: Any) -> bool:
     return found is obj
 
 
-def check_function(name: str, fn: Any) -> None:
-    """Raises unless `fn`, given to the function of this name, is one to trace."""
+def check_function(name: str, fn: Any, inputs: Sequence[Any] = ()) -> None:
+    """Raises unless `fn`, alone, was given to what has this name, to be traced."""
+    if inputs:
+        raise AutocastTypeError(
+            f"{name} takes a function alone, and its inputs go to what it returns: "
+            f"{name}(fn)(...)"
+        )
     if isinstance(fn, str):
         got = f"{fn!r}; device_type is a keyword: {name}(device_type={fn!r})"
     elif inspect.isclass(fn):

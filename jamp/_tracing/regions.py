@@ -120,8 +120,10 @@ def check_floating(name: str, dtype: Any) -> DType:
 def _low_dtype(dtype: Any) -> DType:
     found = _dtype("dtype", dtype, _dtypes.LOW_NAMES)
     if found not in _dtypes.LOW_DTYPES:
+        # Without x64 JAX takes float64 for float32.
+        got = np.dtype(dtype) if found == _dtypes.FLOAT32 else found
         raise AutocastError(
-            f"dtype must be {_dtypes.LOW_NAMES}, got {found}; leave it out for the "
+            f"dtype must be {_dtypes.LOW_NAMES}, got {got}; leave it out for the "
             "policy's own, or use enabled=False to compute as written"
         )
     return found

@@ -1,0 +1,109 @@
+"""`jamp.value_and_grad`: the value of a loss, and gradients of the scaled one."""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from numbers import Integral
+from typing import Any, Never
+
+import jax
+import jax.numpy as jnp
+
+from jamp._errors import ScalerTypeError
+from jamp._loss_scaling.arguments import is_number, scaled
+from jamp._loss_scaling.transformation import find_scale
+from jamp._tracing import nnx_modules
+from jamp._tracing.checks import check_function
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *inputs: Never,
+    **options: Any,
+) -> Callable[..., tuple[Any, Any]]:
+    """Like `jax.value_and_grad`, of a loss that is scaled for an optimizer.
+
+    With a module of `flax.nnx` among the arguments it is like `nnx.value_and_grad`: the
+    gradients are an `nnx.State`, and the module keeps what the loss changes in it.
+
+    Args:
+      loss_fn: the loss, a function that returns a scalar.
+      argnums: which arguments of `loss_fn` to differentiate at.
+      has_aux: whether `loss_fn` returns a pair of the loss and something else.
+      **options: further options of `jax.value_and_grad`.
+
+    Returns:
+      A function of `opt_state` (as for `jamp.loss_scale`) and the arguments of
+      `loss_fn`. It returns the value, not scaled, and the gradients, scaled: ready for
+      the optimizer's update.
+
+    Raises:
+      ScalerError: `opt_state` holds no loss scale, or several.
+      ScalerTypeError: the loss is no real number, or `has_aux` does not fit what
+        `loss_fn` returns.
+    """
+
+    numbers = argnums if isinstance(argnums, Sequence) else (argnums,)
+    # What is no number here may be the optimizer's state.
+    fine = all(isinstance(number, Integral) for number in numbers)
+    check_function("value_and_grad", loss_fn, inputs if fine else (argnums, *inputs))
+
+    @functools.wraps(loss_fn)
+    def scaled_value_and_grad(
+        opt_state: Any, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        scale = find_scale(opt_state, "; the first argument is opt_state")
+
+        @functools.wraps(loss_fn)
+        def with_scale(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            value = loss_fn(*args, **kwargs)
+            loss = _loss_in(value, has_aux)
+            _check_real(loss, options.get("holomorphic", False))
+            return scaled(scale, loss), value
+
+        if isinstance(inspect.unwrap(loss_fn), functools.partial):
+            # flax.nnx takes the keywords that a partial has bound for arguments, if it
+            # sees its signature.
+            del with_scale.__wrapped__
+        differentiate = nnx_modules.value_and_grad(args, kwargs)(
+            with_scale, argnums=argnums, has_aux=True, **options
+        )
+        (_, value), grads = differentiate(*args, **kwargs)
+        return value, grads
+
+    # The signature of the loss lacks the first argument.
+    del scaled_value_and_grad.__wrapped__
+    return scaled_value_and_grad
+
+
+def _loss_in(value: Any, has_aux: bool) -> Any:
+    """The loss in what a loss function returned."""
+    if not has_aux:
+        if isinstance(value, tuple):
+            raise ScalerTypeError("the loss returned a tuple; pass has_aux=True")
+        return value
+    if not (isinstance(value, tuple | list) and len(value) == 2):
+        raise ScalerTypeError(
+            "with has_aux=True the loss returns a pair (loss, aux), got "
+            + _in_words(value)
+        )
+    return value[0]
+
+
+def _in_words(value: Any) -> str:
+    """What a value is, whatever JAX calls it while it traces."""
+    if isinstance(value, jax.Array):
+        return "one array"
+    kind = type(value).__name__
+    return f"a {kind} of {len(value)}" if isinstance(value, tuple | list) else kind
+
+
+def _check_real(loss: Any, holomorphic: bool) -> None:
+    """Raises for a number that JAX would not differentiate if it were not scaled."""
+    if not is_number(loss):
+        return
+    dtype = jnp.result_type(loss)
+    if not jnp.issubdtype(dtype, jnp.inexact if holomorphic else jnp.floating):
+        raise ScalerTypeError(f"grad requires a real-valued loss, got {dtype}")
