@@ -235,7 +235,11 @@ def find_cure(subject: Subject, before: Examination, examine: Examine) -> list[C
 
     for changes in _attempts(before, examine):
         if cures(changes):
-            return _smallest(changes, cures)
+            # The others may not need all of them.
+            for change in changes[:-1]:
+                rest = [other for other in changes if other is not change]
+                changes = rest if cures(rest) else changes
+            return changes
     return []
 
 
@@ -289,16 +293,6 @@ def _step(
         if (first.location, first.scaled) not in [(m.location, m.scaled) for m in left]:
             return change, after
     return None
-
-
-def _smallest(
-    changes: list[Change], cures: Callable[[Iterable[Change]], bool]
-) -> list[Change]:
-    for change in changes[:-1]:
-        rest = [other for other in changes if other is not change]
-        if cures(rest):
-            changes = rest
-    return changes
 
 
 def _applied(settings: Settings, changes: Iterable[Change]) -> Settings:

@@ -98,19 +98,13 @@ class Outcome:
 class Verdict(NamedTuple):
     """What is wrong with the outcomes of a program."""
 
-    # Outcomes that are not finite in float32 either, but for those alike.
+    spoiled: bool  # whether more is wrong than what is the same in float32
+    # Outcomes that are not finite in float32 either. Those that are the same under
+    # autocast may be meant, as a mask of -inf is, and are left out if others are wrong.
     wild: list[Outcome]
-    # Outcomes that are not finite in float32, and the same under autocast. As a mask of
-    # -inf is, they may be meant.
-    alike: list[Outcome]
     # Outcomes that are not finite, and are in float32; gradients that became zero; and
     # what is too far from float32's for another reason.
     wrong: list[Outcome]
-
-    @property
-    def spoiled(self) -> bool:
-        """Whether more is wrong than what is the same in float32."""
-        return bool(self.wild or self.wrong)
 
 
 @dataclass(frozen=True)
@@ -146,7 +140,7 @@ def judge(
     largest = max((outcome.mean for outcome in gradients), default=0.0)
     gradient_wrong = gradient_error(outcomes) > max(limit, GRADIENT_ERROR)
 
-    def wrong(outcome: Outcome) -> bool:
+    def is_wrong(outcome: Outcome) -> bool:
         state, mean = outcome.state, outcome.mean
         if state.overflowed:
             return True
@@ -156,12 +150,11 @@ def judge(
         alone = state.error > ONE_GRADIENT_ERROR and mean > TINY * largest
         return lost or alone or gradient_wrong
 
+    wrong = list(filter(is_wrong, outcomes))
     wild = [outcome for outcome in outcomes if outcome.state.wild]
-    return Verdict(
-        wild=[outcome for outcome in wild if not outcome.alike],
-        alike=[outcome for outcome in wild if outcome.alike],
-        wrong=list(filter(wrong, outcomes)),
-    )
+    unlike = [outcome for outcome in wild if not outcome.alike]
+    spoiled = bool(unlike or wrong)
+    return Verdict(spoiled, unlike if spoiled else wild, wrong)
 
 
 def kind_of(measured: Measured, share: float = UNDERFLOWED) -> str:
@@ -180,17 +173,16 @@ def find_faults(verdict: Verdict, ledger: Ledger) -> list[Fault]:
         return ledger.led_to(n for outcome in outcomes for n in outcome.producers)
 
     faults: list[Fault] = []
-    wild = verdict.wild if verdict.spoiled else verdict.alike
-    if wild:
-        began = [m for m in path_to(wild) if m.statistics.wild_began]
+    if verdict.wild:
+        began = [m for m in path_to(verdict.wild) if m.statistics.wild_began]
         faults.append(Fault("float32", began[0] if began else None))
     path = path_to(verdict.wrong)
     overflowed = [m for m in path if m.statistics.began]
     if overflowed:
         found: dict[Any, Fault] = {}
         for measured in _one_per_line(overflowed):
-            fault = _overflow(measured, ledger)
-            found.setdefault(_line(fault.measured), fault)
+            kind, cause = _overflow(measured, ledger)
+            found.setdefault(cause.line, Fault(kind, cause))
         faults += found.values()
     else:
         suspects = [_beginning(m, ledger) for m in _suspects(path)]
@@ -237,39 +229,31 @@ def _suspects(path: Sequence[Measured]) -> list[Measured]:
     return sorted(found, key=lambda m: -m.statistics.blame)
 
 
-def _overflow(measured: Measured, ledger: Ledger) -> Fault:
-    """The fault behind a result that is not finite.
+def _overflow(measured: Measured, ledger: Ledger) -> tuple[str, Measured]:
+    """The kind and the operation of the fault behind a result that is not finite.
 
     A result that the dtype could hold is not finite because of an operand: one that
     became zero and is divided by, or one that was negative by its error only.
     """
     if measured.statistics.largest > float(jnp.finfo(measured.dtype).max):
-        return Fault("overflow", measured)
+        return "overflow", measured
     cause, zeros = measured, [measured]
     while zeros:
         cause = zeros[0]
         zeros = [m for m in ledger.operands(cause) if m.statistics.flushed]
     if cause is not measured:
         # A single zero that is divided by is a fault.
-        return Fault(kind_of(cause, share=0.0), cause)
+        return kind_of(cause, share=0.0), cause
     suspects = _suspects(ledger.led_to(measured.producers))
-    if not suspects:
-        return Fault("overflow", measured)
-    return Fault(kind_of(suspects[0]), suspects[0])
+    return (kind_of(suspects[0]), suspects[0]) if suspects else ("overflow", measured)
 
 
 def _one_per_line(found: Sequence[Measured]) -> list[Measured]:
     """The first of each line and module, forward and backward."""
     first: dict[Any, Measured] = {}
     for measured in found:
-        first.setdefault(_line(measured), measured)
+        first.setdefault(measured.line, measured)
     return list(first.values())
-
-
-def _line(measured: Measured | None) -> Any:
-    if measured is None:
-        return None
-    return measured.location, measured.scope, measured.scaled
 
 
 @dataclass(frozen=True)

@@ -207,6 +207,11 @@ class Measured:
     def location(self) -> origin.Location | None:
         return next(filter(None, map(origin.location, self.eqns)), None)
 
+    @property
+    def line(self) -> Any:
+        """Line and module, forward or backward."""
+        return self.location, self.scope, self.scaled
+
     def merge(self, other: Measured) -> Measured:
         """The output with what was measured in another iteration of a loop."""
         # In another iteration, another branch may be taken.
