@@ -112,10 +112,8 @@ class Fault:
     """An operation in which something went wrong."""
 
     kind: str  # `'overflow'`, `'underflow'`, `'precision'` or `'float32'`
-    # The operation; None if an argument or a constant is not finite.
-    measured: Measured | None
-    # The operations in 16 bits that led to it, nearest first.
-    behind: tuple[Measured, ...] = ()
+    measured: Measured | None  # None if an argument or a constant is not finite
+    behind: tuple[Measured, ...] = ()  # 16-bit operations that led to it
 
 
 def error_limit(dtype: Any, roundings: int) -> float:

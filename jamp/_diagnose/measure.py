@@ -53,8 +53,7 @@ class Statistics(NamedTuple):
     introduced_once: float  # the largest part of that sum
     began: int  # elements that overflowed although no operand had
     wild_began: int  # elements not finite in float32 although all operands were
-    # The iteration of a loop in which the first overflow began, or None.
-    first: int | None
+    first: int | None  # iteration of a loop in which the first overflow began
     exponents: np.ndarray[Any, Any]  # how many elements have which exponent in float32
 
     @property
@@ -109,8 +108,7 @@ class State(NamedTuple):
     overflowed: int  # how many elements are not finite though they are in float32
     wild: int  # how many are not finite in float32
     alike: int  # how many of these are the same as computed
-    # How much of its power (the sum of squares) elements hold that became zero.
-    lost: float
+    lost: float  # how much of its power (sum of squares) elements held that became zero
 
 
 def state_of(pair: Pair) -> State:
@@ -184,12 +182,10 @@ class Measured:
     eqn: JaxprEqn
     dtype: Any  # the dtype of the result
     scope: tuple[str, ...]  # the named scopes around it, outermost first
-    # The equations whose programs it stands in, outermost first.
-    callers: tuple[JaxprEqn, ...]
+    callers: tuple[JaxprEqn, ...]  # whose programs it stands in, outermost first
     scaled: bool  # whether the result carries the loss scale: it is part of a gradient
     producers: frozenset[int]  # numbers of the outputs that it was computed from
-    # What was measured, over all the times that the equation ran.
-    statistics: Statistics
+    statistics: Statistics  # over all the times that the equation ran
 
     @property
     def primitive(self) -> str:

@@ -29,8 +29,7 @@ Path = tuple[Any, ...]
 class Settings:
     options: regions.Options  # those of the autocast
     loss_scale: float | None = None  # the factor of the loss; None computes no gradient
-    # Lines of the user's that stand in a region with `enabled=False`.
-    regions: frozenset[Line] = frozenset()
+    regions: frozenset[Line] = frozenset()  # the user's, with `enabled=False`
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,7 @@ def emit_checkpoint(emitter: Emitter, action: Structural, arrays: Arrays) -> Arr
         prevent_cse=params["prevent_cse"],
         policy=params["policy"],
     )
-    results: list[Any] = function(*arrays)
-    return results
+    return list(function(*arrays))
 
 
 @emits("shard_map")
@@ -66,8 +65,7 @@ def emit_shard_map(emitter: Emitter, action: Structural, arrays: Arrays) -> Arra
         axis_names=params["newly_manual_axes"],
         check_vma=params["check_vma"],
     )
-    results: tuple[Any, ...] = function(*arrays)
-    return results
+    return list(function(*arrays))
 
 
 @emits("custom_linear_solve")

@@ -22,8 +22,7 @@ from jamp._policy.rules import Rule
 
 
 class Dtypes(NamedTuple):
-    # The dtype for each operand; None leaves it as it is.
-    operands: tuple[DType | None, ...]
+    operands: tuple[DType | None, ...]  # None leaves one as it is
     result: DType | None = None  # the dtype to which the results are rounded, if any
 
 

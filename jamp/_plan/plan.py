@@ -26,12 +26,9 @@ class Context(NamedTuple):
     scope: Scope  # named scopes and the region
     # The ruling of the listed function they stand in, if it settles them.
     forced: Ruling | None = None
-    # Listed functions whose own entries no longer count.
-    inside: frozenset[Function] = frozenset()
-    # Whether it is the program of a derivative, which JAX may transpose.
-    linear: bool = False
-    # Whether it is a derivative rule that is only asked whether it would change.
-    tried: bool = False
+    inside: frozenset[Function] = frozenset()  # listed functions that are done with
+    linear: bool = False  # whether it is of a derivative, which JAX may transpose
+    tried: bool = False  # whether it is only asked whether it would change
 
     @property
     def region(self) -> Options:
@@ -59,8 +56,7 @@ class Bind(Action):
     """An equation without inner programs."""
 
     eqn: JaxprEqn
-    # Those of its operands, if they are others than traced.
-    dtypes: tuple[Any, ...] | None
+    dtypes: tuple[Any, ...] | None  # of its operands, if they are others than traced
     device_type: str  # what the program is for
 
 
@@ -100,8 +96,7 @@ class Structural(Action):
 class Step:
     """Actions that have one source."""
 
-    # The equation that they stem from, and the calls around it that are gone.
-    source: tuple[JaxprEqn, ...]
+    source: tuple[JaxprEqn, ...]  # what they stem from, and the calls around it
     actions: list[Action] = field(default_factory=list)
 
 

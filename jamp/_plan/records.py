@@ -34,8 +34,7 @@ class Ruling(NamedTuple):
     # What gave it: a region with `enabled=False`, an entry of the policy, or, where the
     # policy's entry cannot hold, the equation itself.
     origin: Origin
-    # The pattern of a scope, the function, or the primitive's name.
-    entry: str | Function = ""
+    entry: str | Function = ""  # pattern of a scope, function, or name of a primitive
     policy: str = ""  # the policy's name
 
     @property
@@ -79,11 +78,9 @@ class Record:
     scope: tuple[str, ...]  # the user's named scopes around it, outermost first
     operands: tuple[Any, ...] = ()  # dtypes of its operands as computed
     results: tuple[Any, ...] = ()  # dtypes of its results, as computed
-    # Dtypes in which they leave the listed function that it is in, if any.
-    returns: tuple[Any, ...] = ()
+    returns: tuple[Any, ...] = ()  # in which they leave the listed function around it
     casts: list[Conversion] = field(default_factory=list)  # conversions inserted for it
-    # The call of the inner program that holds it, if it is in one.
-    caller: JaxprEqn | None = None
+    caller: JaxprEqn | None = None  # what calls the inner program that holds it
 
     @property
     def primitive(self) -> str:

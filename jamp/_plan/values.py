@@ -134,12 +134,9 @@ class Traits(NamedTuple):
     # constants alone.
     interval: Interval | None = None
     rank: int = 0  # its rank before broadcasting and the insertion of unit dimensions
-    # Whether it is the direct result of a lowered matmul or convolution.
-    product: bool = False
-    # Whether it is the result of a sigmoid, a softmax or the like.
-    probability: bool = False
-    # The 16-bit dtype to which such a probability was rounded.
-    rounded: DType | None = None
+    product: bool = False  # whether it is the direct result of a lowered product
+    probability: bool = False  # whether a sigmoid, a softmax or the like gave it
+    rounded: DType | None = None  # the 16-bit dtype that such a probability has had
 
 
 class Value:

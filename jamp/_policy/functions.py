@@ -51,8 +51,7 @@ def code_of(obj: Any) -> CodeType | None:
 class Function:
     """One function of a policy."""
 
-    # A dotted name, as shown in reports.
-    name: str
+    name: str  # dotted, as shown in reports
     # None for what was given by name, which is resolved when its module is imported.
     code: CodeType | None = None
     # Whether it is an error that its module is imported and lacks it. Tables that come

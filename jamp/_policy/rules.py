@@ -31,19 +31,13 @@ RECIPROCAL = "reciprocal"
 
 @dataclass(frozen=True)
 class Unsafe:
-    """Primitives that must not read a rounded result of certain others.
+    """Primitives that must not read a rounded result of certain others."""
 
-    Attributes:
-      primitives: names of the reading primitives, such as `log`.
-      of: names of primitives and functions whose result is a probability.
-      dtype: the dtype whose rounding makes the reading unsafe.
-      advice: what to write instead.
-    """
-
-    primitives: tuple[str, ...]
+    primitives: tuple[str, ...]  # names of the reading primitives, such as `log`
+    # Names of primitives and functions whose result is a probability.
     of: tuple[str, ...]
-    dtype: DType
-    advice: str
+    dtype: DType  # the dtype whose rounding makes the reading unsafe
+    advice: str  # what to write instead
 
 
 def to_rule(name: str) -> Rule:

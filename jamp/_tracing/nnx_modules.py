@@ -33,8 +33,7 @@ class Prepared:
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    # Takes its result, updates the modules, and returns the user's result.
-    finish: Callable[[Any], Any]
+    finish: Callable[[Any], Any]  # updates the modules; returns the user's result
 
 
 def unwrap(fn: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:

@@ -194,10 +194,8 @@ def _registered_options(name: str) -> Options:
 class Scope:
     """The named scopes that an equation stands in."""
 
-    # The user's scope names, outermost first, without jamp's marks.
-    names: tuple[str, ...] = ()
-    # The options of the innermost region.
-    region: Options | None = None
+    names: tuple[str, ...] = ()  # outermost first, without jamp's marks
+    region: Options | None = None  # the options of the innermost region
 
     @property
     def options(self) -> Options:

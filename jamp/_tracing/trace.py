@@ -20,10 +20,8 @@ from jamp._tracing.regions import Options
 class Traced(NamedTuple):
     """A function as traced for one signature."""
 
-    # A closed jaxpr.
-    program: Any
-    # Makes the function's result of the program's results.
-    rebuild: Callable[[Sequence[Any]], Any]
+    program: Any  # a closed jaxpr
+    rebuild: Callable[[Sequence[Any]], Any]  # the function's result
     # Whether an equal call would be traced the same. Arrays that it closes over may be
     # others then, as the parameters of a module are after an update.
     repeatable: bool

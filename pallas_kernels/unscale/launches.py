@@ -23,10 +23,8 @@ _LARGEST_LEAF = 2**31 - 2**16
 class Request:
     """What a kernel is to do, besides the check that each does."""
 
-    # Whether to write the leaves unscaled.
-    unscale: bool = True
-    # Whether to run in interpret mode, on any device.
-    interpret: bool = False
+    unscale: bool = True  # whether to write the leaves unscaled
+    interpret: bool = False  # whether to run in interpret mode, on any device
 
 
 @dataclass(frozen=True)
