@@ -9,10 +9,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, jaxprs_in
 def equations(
     program: Any, enter: Callable[[JaxprEqn], bool] = lambda eqn: True
 ) -> Iterator[JaxprEqn]:
-    """The equations of a jaxpr, closed or not, each followed by those that it holds.
-
-    `enter` says of an equation whether to look into the programs that it holds.
-    """
+    """The equations of a jaxpr, and those inside of equations that `enter` admits."""
     return nested(program.eqns, enter)
 
 

@@ -252,10 +252,7 @@ def _compared(one: Policy, other: Policy) -> Iterator[str]:
 
 
 def load_function(target: str) -> Callable[..., Any]:
-    """The function that `module:function` or `file.py:function` names.
-
-    Modules are looked for in the working directory too.
-    """
+    """What `module:function` or `file.py:function` names, in the working folder too."""
     module, _, name = target.rpartition(":")
     if not module or not name:
         raise TargetError(
@@ -285,10 +282,7 @@ def load_inputs(file: str) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
 
 @contextmanager
 def users_code(doing: str) -> Iterator[None]:
-    """Turns what the user's code raises into an error that names the user's line.
-
-    Its message begins with what is being done. Errors of jamp's stay as they are.
-    """
+    """Turns what the user's code raises into an error that names the user's line."""
     try:
         yield
     except JampError:

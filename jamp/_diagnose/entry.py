@@ -118,11 +118,7 @@ def _checked_scale(loss_scale: float | None) -> float | None:
 
 @contextmanager
 def _shown(progress: bool | None) -> Iterator[Callable[[int], Callable[[], object]]]:
-    """Shows a bar, by rich if it is installed, or else a plain line.
-
-    Yields:
-      A function of the number of equations, which returns what is called after each.
-    """
+    """Shows a bar, if there is rich, or a line; yields what takes the total."""
     if not (sys.stderr.isatty() if progress is None else progress):
         yield lambda total: lambda: None
         return

@@ -156,10 +156,7 @@ def judge(
 
 
 def kind_of(measured: Measured, share: float = UNDERFLOWED) -> str:
-    """The kind of fault of an operation that did not overflow.
-
-    It has underflowed if more than a share of its elements is too small.
-    """
+    """The kind of fault; it underflowed if more than a share of it is too small."""
     found = measured.statistics
     # Only small numbers underflow; a difference may be zero for another reason.
     small = found.smaller(int(jnp.finfo(measured.dtype).minexp))
@@ -268,10 +265,7 @@ def examine(
     steps: Steps,
     progress: Callable[[int], Callable[[], object]],
 ) -> Examination:
-    """Walks through a program.
-
-    `progress` takes the number of equations; what it returns is called after each.
-    """
+    """Walks through a program; `progress` takes its length, and gives what counts."""
     program = make_program(subject, settings)
     ledger, advance = Ledger(), progress(count_equations(program.closed))
     walk = Walk(steps, advance, ledger, Scope())
@@ -293,10 +287,7 @@ def examine(
 
 
 def run_again(subject: Subject, settings: Settings, before: Examination) -> Verdict:
-    """Runs a program under other settings, compiled, and compares its results.
-
-    They are compared with those in float32, which the examination before knows.
-    """
+    """Runs a program compiled, and compares it with the float32 of an examination."""
     program = make_program(subject, settings)
     run = jax.jit(jaxpr_as_fun(program.closed), compiler_options=EXACTLY)
     factor = (settings.loss_scale or 1.0) / (before.settings.loss_scale or 1.0)

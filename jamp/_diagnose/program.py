@@ -53,12 +53,7 @@ class Subject:
         argnums: int | Sequence[int],
         has_aux: bool,
     ) -> Subject:
-        """The subject of a call; without a gradient, `argnums` is empty.
-
-        Raises:
-          AutocastError: there is no argument at `argnums`.
-          AutocastTypeError: no argument holds an array, or one holds no values.
-        """
+        """The subject of a call; without a gradient, `argnums` is empty."""
         free = len(args)
         fn, args, kwargs = nnx_modules.unwrap(fn, args, kwargs)
         call = nnx_modules.prepare(fn, args, kwargs)
@@ -146,11 +141,7 @@ class Program:
 
 
 def make_program(subject: Subject, settings: Settings) -> Program:
-    """Traces a subject under some settings.
-
-    Raises:
-      AutocastError: a gradient is asked for, and the function returns no scalar loss.
-    """
+    """Traces a subject under some settings."""
     slots = [i for i, leaf in enumerate(subject.leaves) if trace.is_array(leaf)]
     arrays = [subject.leaves[slot] for slot in slots]
     labels: list[str] = []

@@ -226,10 +226,7 @@ def _stacked(values: Values) -> Tracked:
 
 
 def _carried(results: Values, first: Values) -> list[Tracked]:
-    """What the next iteration takes: as if it came from where the first one came.
-
-    So no output leads to itself.
-    """
+    """What the next iteration takes: with its producers, no output leads to itself."""
     return [
         result._replace(producers=value.producers)
         for result, value in zip(results, first, strict=True)

@@ -23,11 +23,7 @@ _emissions: dict[type[Action] | str, Emission] = {}
 
 
 def emits(kind: type[Action] | str) -> Callable[[Emission], Emission]:
-    """Registers what emits a kind of action, or structural equations of a primitive.
-
-    Raises:
-      ValueError: something does already.
-    """
+    """Registers what emits a kind of action, or structural equations of a primitive."""
 
     def register(emission: Emission) -> Emission:
         if kind in _emissions:
@@ -86,10 +82,7 @@ class Emitter:
 
 @contextmanager
 def _source_of(eqn: JaxprEqn, *inside: JaxprEqn) -> Iterator[None]:
-    """Gives what is emitted inside the source, scopes and settings of an equation.
-
-    And of those inside of it, the outermost first.
-    """
+    """Gives what is emitted the source, scopes and settings of nested equations."""
     names = current_name_stack() + eqn.source_info.name_stack
     with user_context(eqn.source_info.traceback, name_stack=names), settings(eqn):
         if not inside:

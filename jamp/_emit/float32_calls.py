@@ -30,10 +30,7 @@ from jamp._plan.plan import Float32Call
 
 @emits(Float32Call)
 def emit_float32_call(emitter: Emitter, action: Float32Call, arrays: Arrays) -> Arrays:
-    """Emits equations that run in float32.
-
-    If some of the arrays are of 16 bits, the backward pass runs the equations again.
-    """
+    """Emits a call; from 16-bit arrays, the backward pass runs it again."""
     low = tuple(value.dtype in _dtypes.LOW_DTYPES for value in action.operands)
     run: Callable[..., list[Any]] = partial(_run, action)
     if any(low):

@@ -183,10 +183,7 @@ class Module(Counted):
 
 
 def module_of(name: str, operations: tuple[Operation, ...], depth: int = 0) -> Module:
-    """A module of this name that holds some operations.
-
-    The first `depth` parts of their paths lead to it.
-    """
+    """A module of operations; the first `depth` parts of their paths lead to it."""
     own: list[Operation] = []
     below: dict[str, list[Operation]] = {}
     for op in operations:
@@ -211,10 +208,7 @@ def operations(
 
 
 def options_inside(program: Any, scope: Scope) -> Iterator[Options]:
-    """The options in force for each operation of a traced program but conversions.
-
-    A conversion of the user's is as written under any options.
-    """
+    """The options in force for each operation; conversions are alike under any."""
     for eqn in program.eqns:
         inside, name = scope.enter(eqn.source_info.name_stack), eqn.primitive.name
         if name in STRUCTURAL:

@@ -62,11 +62,6 @@ def residuals(fn: Callable[..., Any], first: Any, *rest: Any) -> tuple[Residual,
     anyway, and what is computed from constants alone; a cast of a parameter is counted.
     This is what the program asks for: the compiler can keep less, by computing values
     again. Nothing is computed here.
-
-    Args:
-      fn: the function; its floating results are differentiated.
-      first: its first argument, a pytree of floating arrays or their shapes.
-      *rest: its other arguments.
     """
 
     def saved(first: Any, *rest: Any) -> Any:
@@ -83,10 +78,7 @@ def residuals(fn: Callable[..., Any], first: Any, *rest: Any) -> tuple[Residual,
 def residuals_of_call(
     fn: Callable[..., Any], arguments: Sequence[Sequence[Any]]
 ) -> tuple[Residual, ...]:
-    """Residuals at the first argument that holds floating arrays.
-
-    The function takes all arrays; `arguments` has those of each argument.
-    """
+    """Residuals at the first of the arguments, lists of arrays, that holds floats."""
     start, chosen = 0, {}
     for group in arguments:
         chosen = {start + i: a for i, a in enumerate(group) if _is_float(a)}

@@ -82,12 +82,7 @@ class Row(Counted):
         return short(str(max(floats, key=lambda d: d.itemsize)))
 
     def why(self, policy: str = "", name: str = "") -> str:
-        """The rule and where it comes from, without what the reader knows already.
-
-        Args:
-          policy: the name of the policy in force.
-          name: what the row is called.
-        """
+        """The rule and its source; `policy` and `name` are known to the reader."""
         ruling, uncast = self.first.record.ruling, self.first.uncast is not None
         listed = ruling.origin in (Origin.SCOPE, Origin.FUNCTION, Origin.PRIMITIVE)
         known = listed and not uncast and ruling.policy == policy
@@ -123,10 +118,7 @@ class Row(Counted):
 
 
 def rows(operations: Iterable[Operation]) -> list[Row]:
-    """One row for the operations of one function on one line, in program order.
-
-    Calls for which nothing was decided are left out; what they hold is not.
-    """
+    """One row for each function on a line, in program order; calls are left out."""
     groups: dict[Any, list[Operation]] = {}
     for op in operations:
         if op.decided:

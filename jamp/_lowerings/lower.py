@@ -17,16 +17,10 @@ class Lowering(NamedTuple):
 
 
 def lowering(eqn: JaxprEqn, avals: Sequence[Any], device_type: str) -> Lowering:
-    """The primitive to bind for an equation in other dtypes, and its parameters.
+    """The primitive to bind for an equation of operands in other dtypes than traced.
 
-    Args:
-      eqn: the equation as traced.
-      avals: its operands, in the dtypes in which they come.
-      device_type: what the program is for; the processor at hand is looked at too.
-
-    Returns:
-      A primitive whose results have the dtypes that the plan gives them, and all of its
-      parameters.
+    Its results have the dtypes that the plan gives them. It is for the device type, and
+    for the processor at hand.
     """
     lower = _LOWERINGS.get(eqn.primitive.name)
     return lower(eqn, avals, device_type) if lower else _with_params(eqn)

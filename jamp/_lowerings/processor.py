@@ -18,11 +18,7 @@ _MULTIPLIES = {"avx512_bf16", "amx_bf16", "bf16"}
 
 @cache
 def multiplies_bfloat16(cpu_info: str | None = None) -> bool | None:
-    """Whether a processor has instructions for bfloat16; None if it is not known.
-
-    Args:
-      cpu_info: Linux's description of it; by default that of the one at hand.
-    """
+    """Whether a processor, by default this one, can; None if it is not known."""
     if cpu_info is None:
         cpu_info = _CPU_INFO.read_text(encoding="utf-8") if _CPU_INFO.exists() else ""
     flags = re.search(r"^(?:flags|Features)\s*: (.*)$", cpu_info, re.MULTILINE)

@@ -257,11 +257,7 @@ class Equation(NamedTuple):
         changed: bool = False,
         kind: str | None = None,
     ) -> list[Value]:
-        """Binds the equation with another program; as it is, if nothing changes.
-
-        `changed` is whether more changes than the program, `kind` the primitive that it
-        is emitted as, if it is another one.
-        """
+        """Binds the equation with another program; as it is, if nothing changes."""
         self.note(inner)
         if not (inner.changed or changed):
             return self.as_traced(inner.traits)

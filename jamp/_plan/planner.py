@@ -29,11 +29,7 @@ from jamp._tracing.regions import Options, Scope
 
 
 def make_plan(program: Any, arrays: Sequence[Any], options: Options) -> Plan:
-    """Plans a traced program, a closed jaxpr, for arrays of which only dtypes count.
-
-    Raises:
-      BannedOpError: the policy bans an operation of the program.
-    """
+    """Plans a closed jaxpr for some arrays, of which only dtypes count."""
     context = Context(Scope((), options))
     return plan_program(program, inputs_like(program, arrays), context)
 

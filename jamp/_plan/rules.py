@@ -30,11 +30,7 @@ STRUCTURAL: Mapping[str, StructuralRule] = MappingProxyType(_rules)
 
 
 def structural(*names: str) -> Callable[[StructuralRule], StructuralRule]:
-    """Registers what plans the equations of some primitives.
-
-    Raises:
-      ValueError: one of them has a rule already.
-    """
+    """Registers what plans the equations of some primitives."""
 
     def register(rule: StructuralRule) -> StructuralRule:
         for name in names:

@@ -29,13 +29,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch: some leaves, cut into tiles of equal size, one program for each.
+    """Some leaves, cut into tiles of equal size, one program for each."""
 
-    `sizes` are the numbers of elements of the leaves, `tile` is that of a tile.
-    """
-
-    sizes: tuple[int, ...]
-    tile: int
+    sizes: tuple[int, ...]  # numbers of elements of the leaves
+    tile: int  # that of a tile
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
