@@ -15,14 +15,13 @@ from jamp import _dtypes
 from jamp._compat import under_trace
 from jamp._emit import emit
 from jamp._errors import AutocastError, AutocastTypeError
-from jamp._lowerings.processor import warn_if_slow
+from jamp._lowerings.lower import warn_if_slow
 from jamp._lru import LRU
 from jamp._plan.planner import make_plan, warn_unmatched
 from jamp._policy.policy import Policy
 from jamp._tracing import nnx_modules, regions
-from jamp._tracing.checks import check_function, is_array
+from jamp._tracing.checks import check_function, is_array, signature
 from jamp._tracing.regions import Arguments, Options
-from jamp._tracing.signature import signature
 from jamp._tracing.trace import Traced, trace
 
 # How many programs a function keeps for its eager calls.
@@ -33,8 +32,6 @@ _R = TypeVar("_R")
 
 
 class _AutocastOptions(TypedDict, total=False):
-    """The options of `autocast`, for its overloads."""
-
     device_type: str | None
     dtype: Any
     enabled: bool
@@ -53,7 +50,6 @@ class _Rewritten:
         self._compiled: Callable[..., Any] | None = None
 
     def emit(self, *arrays: Any) -> list[Any]:
-        """Runs the plan in the trace at hand."""
         return emit(self.plan, arrays)
 
     def run(self, arrays: Sequence[Any]) -> list[Any]:

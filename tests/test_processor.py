@@ -10,7 +10,7 @@ import pytest
 from jaxprs import equations
 
 import jamp
-from jamp._lowerings import processor as _processor
+from jamp._lowerings import lower as _processor
 
 OLD = "model name\t: An x86\nflags\t\t: fpu sse2 avx2 avx512f\n\nprocessor: 1"
 NEW = OLD.replace("avx512f", "avx512f avx512_bf16")

@@ -96,8 +96,6 @@ class Outcome:
 
 
 class Verdict(NamedTuple):
-    """What is wrong with the outcomes of a program."""
-
     spoiled: bool  # whether more is wrong than what is the same in float32
     # Outcomes that are not finite in float32 either. Those that are the same under
     # autocast may be meant, as a mask of -inf is, and are left out if others are wrong.
@@ -109,8 +107,6 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True)
 class Fault:
-    """An operation in which something went wrong."""
-
     kind: str  # `'overflow'`, `'underflow'`, `'precision'` or `'float32'`
     measured: Measured | None  # None if an argument or a constant is not finite
     behind: tuple[Measured, ...] = ()  # 16-bit operations that led to it

@@ -29,8 +29,6 @@ _MERGED = {"largest": max, "error": max, "least_error": min, "introduced_once": 
 
 
 class Pair(NamedTuple):
-    """A value of the program in two runs."""
-
     computed: Any  # as it is under autocast
     # As it would be had all been float32; None for what has no shadow of its own, such
     # as integers, keys and tokens.

@@ -1,20 +1,39 @@
 """Equations that hold programs, with these planned anew.
 
-The carry of a loop keeps the dtypes at which it has settled.
+The carry of a loop keeps the dtypes at which it has settled. What a rule of the user's
+for derivatives or batching does is known only when JAX asks for it, when the function
+is differentiated or batched. It is traced then, as written, through JAX's own
+transformation, and the program that results is planned and run under the policy of the
+function. This is the only place where something is planned while a plan runs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import JaxprEqn, jaxprs_in_params
+from jax.tree_util import Partial
 
 from jamp import _dtypes
 from jamp._compat import scan_counts
-from jamp._emit.conversion import convert_all
-from jamp._emit.emitter import Arrays, Emitter, emits
+from jamp._emit.conversion import convert, convert_all
+from jamp._emit.emitter import Arrays, Emitter, emit, emits
 from jamp._equations import bind
-from jamp._plan.plan import Structural
+from jamp._plan.derivative_rules import (
+    VjpRules,
+    call_of,
+    differentiable,
+    trace_jvp,
+    zero_results,
+)
+from jamp._plan.plan import Plan, Structural
+from jamp._plan.planner import inputs_like, plan_program
+from jamp._plan.values import Value
+from jamp._tracing.regions import tracing
 
 
 @emits("jit")
@@ -161,3 +180,143 @@ def emit_while(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
         list(carry),
     )
     return final
+
+
+@emits("custom_jvp_call")
+def emit_custom_jvp(
+    emitter: Emitter, action: Structural, arrays: list[Any]
+) -> Sequence[Any]:
+    (inner,), eqn = action.plans, action.eqn
+    count = len(inner.results)
+
+    def rule(primals: Any, tangents: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        slots = [s for s in differentiable(eqn) if not _is_zero(tangents[s])]
+        taken = [tangents[slot] for slot in slots]
+        program = trace_jvp(eqn, action.context.region, slots)
+        # JAX may transpose what computes the tangents.
+        context = action.context._replace(linear=True)
+        values = [*_inputs(action), *map(Value, map(jax.typeof, taken))]
+        plan = plan_program(program, values, context)
+        outs = _in_dtypes(emit(plan, [*primals, *taken]), plan, inner.dtypes * 2)
+        zeros = zero_results(program)[count:]
+        return outs[:count], tuple(
+            SymbolicZero(jax.typeof(tangent)) if zero else tangent
+            for tangent, zero in zip(outs[count:], zeros, strict=True)
+        )
+
+    function = jax.custom_jvp(_primal(emitter, action))
+    # The rule of a primitive that expands into others takes symbolic zeros.
+    function.defjvp(rule, symbolic_zeros=eqn.params.get("symbolic_zeros", True))
+    return function(*arrays)
+
+
+@emits("custom_vjp_call")
+def emit_custom_vjp(
+    emitter: Emitter, action: Structural, arrays: list[Any]
+) -> Sequence[Any]:
+    (inner,), eqn, context = action.plans, action.eqn, action.context
+    outs = len(inner.results)
+    takes_zeros = eqn.params.get("symbolic_zeros", False)
+    rules = VjpRules(eqn, context.region)
+
+    def fwd(*primals: Any) -> tuple[tuple[Any, ...], Any]:
+        slots = tuple(s for s in differentiable(eqn) if primals[s].perturbed)
+        forward = rules.forward(slots)
+        plan = plan_program(forward, _inputs(action), context)
+        results = emit(plan, [primal.value for primal in primals])
+        pullback = Partial(pullback_of(slots), results[outs:])
+        return _in_dtypes(results[:outs], plan, inner.dtypes), pullback
+
+    @cache
+    def pullback_of(slots: tuple[int, ...]) -> Callable[..., tuple[Any, ...]]:
+        def pullback(residuals: list[Any], cotangents: Any) -> tuple[Any, ...]:
+            zeros = tuple(takes_zeros and _is_zero(ct) for ct in cotangents)
+            backward = rules.backward(slots, zeros)
+            taken = [*residuals, *map(_instantiated, cotangents)]
+            plan = plan_program(backward, inputs_like(backward, taken), context)
+            dtypes = [action.operands[slot].dtype for slot in slots]
+            gradients = _in_dtypes(emit(plan, taken), plan, dtypes)
+            found = zip(slots, gradients, zero_results(backward), strict=True)
+            known = {slot: None if zero else ct for slot, ct, zero in found}
+            return tuple(known.get(slot) for slot in range(len(action.operands)))
+
+        return pullback
+
+    def bwd(pullback: Any, cotangents: Any) -> tuple[Any, ...]:
+        gradients: tuple[Any, ...] = pullback(cotangents)
+        return gradients
+
+    function = jax.custom_vjp(_primal(emitter, action))
+    function.defvjp(fwd, bwd, symbolic_zeros=True)
+    results: Sequence[Any] = function(*arrays)
+    return results
+
+
+@emits("custom_vmap_call")
+def emit_custom_vmap(
+    emitter: Emitter, action: Structural, arrays: list[Any]
+) -> Sequence[Any]:
+    (inner,), eqn, context = action.plans, action.eqn, action.context
+
+    def rule(size: int, batched: Sequence[bool], *arrays: Any) -> tuple[Any, Any]:
+        axes = [0 if b else None for b in batched]
+        avals = [
+            jax.ShapeDtypeStruct(array.shape, _dtypes.dtype_of(var))
+            for array, var in zip(arrays, eqn.invars, strict=True)
+        ]
+        by_rule = jax.vmap(call_of(eqn), in_axes=axes, axis_size=size)
+        with tracing(context.region):
+            program = jax.make_jaxpr(by_rule)(*avals)
+        plan = plan_program(program, inputs_like(program, arrays), context)
+        outs = _in_dtypes(emit(plan, arrays), plan, inner.dtypes)
+        return outs, (True,) * len(outs)
+
+    function = jax.custom_batching.custom_vmap(_primal(emitter, action))
+    function.def_vmap(rule)
+    results: Sequence[Any] = function(*arrays)
+    return results
+
+
+def _inputs(action: Structural) -> list[Value]:
+    """Values of a function's inputs inside its rule."""
+    return [Value(value.aval, value.traits) for value in action.operands]
+
+
+def _is_zero(tangent: Any) -> bool:
+    return isinstance(tangent, SymbolicZero)
+
+
+def _instantiated(cotangent: Any) -> Any:
+    if _is_zero(cotangent):
+        return np.zeros(cotangent.shape, cotangent.dtype)
+    return cotangent
+
+
+def _primal(emitter: Emitter, action: Structural) -> Callable[..., tuple[Any, ...]]:
+    (inner,) = action.plans
+
+    def primal(*arrays: Any) -> tuple[Any, ...]:
+        return tuple(emitter.run(inner, arrays))
+
+    name = _name(action.eqn)
+    if name is not None:
+        primal.__name__ = name
+    return primal
+
+
+def _name(eqn: JaxprEqn) -> str | None:
+    """The name of the function that an equation calls."""
+    for program in jaxprs_in_params(eqn.params):
+        name: str = program.debug_info.func_name
+        return name
+    return None
+
+
+def _in_dtypes(
+    arrays: Sequence[Any], plan: Plan, dtypes: Sequence[Any]
+) -> tuple[Any, ...]:
+    """Results of a rule in the dtypes that JAX expects of it."""
+    return tuple(
+        convert(array, dtype) if value.eligible and _dtypes.eligible(dtype) else array
+        for array, value, dtype in zip(arrays, plan.results, dtypes, strict=False)
+    )

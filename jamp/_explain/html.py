@@ -77,7 +77,6 @@ def _cards(report: Figures) -> Iterator[str]:
 
 
 def _casts(report: Figures) -> str:
-    """The conversions by dtypes, and what they cost."""
     if not report.casts:
         return "none needed"
     words = Row(report.operations).conversions.split(", ")

@@ -47,7 +47,6 @@ class Operation:
 
     @property
     def entry(self) -> str:
-        """That function, or the primitive."""
         return self.function or self.record.primitive
 
     @property
@@ -63,7 +62,6 @@ class Operation:
 
     @property
     def unknown(self) -> bool:
-        """Whether it ran as traced because the policy does not know it."""
         return self.record.ruling.origin is Origin.DEFAULT
 
     @property

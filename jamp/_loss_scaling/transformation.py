@@ -124,7 +124,6 @@ class _LossScaling:
     axis_name: Any
 
     def init(self, params: Any) -> DynamicLossScalingState:
-        """The state for these parameters."""
         if self.scaler.enabled:
             refuse_float16(params, "the parameters")
         inner_state = self.inner.init(params)
@@ -150,7 +149,6 @@ class _LossScaling:
         params: Any = None,
         **extra_args: Any,
     ) -> tuple[Any, DynamicLossScalingState]:
-        """Updates and the state after them."""
         if not isinstance(state, DynamicLossScalingState):
             raise ScalerTypeError(
                 f"state is a {type(state).__name__}, not what tx.init returned; to go "

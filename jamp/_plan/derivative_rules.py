@@ -20,7 +20,6 @@ from jamp._tracing.trace import with_arrays
 
 
 def call_of(eqn: JaxprEqn) -> Callable[..., list[Any]]:
-    """An equation as a function, with the user's rule."""
     return lambda *arrays: bind(eqn, arrays)
 
 

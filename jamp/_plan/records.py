@@ -39,7 +39,6 @@ class Ruling(NamedTuple):
 
     @property
     def function(self) -> Function | None:
-        """The listed function, if it is one's rule."""
         return self.entry if isinstance(self.entry, Function) else None
 
     @property

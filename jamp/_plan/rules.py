@@ -2,7 +2,7 @@
 
 A function with rules of its own for derivatives or batching is planned here. Its rule
 is traced, planned and run when it is differentiated or batched, by
-`jamp._emit.derivatives`: not before, because a function need not have one that works.
+`jamp._emit.programs`: not before, because a function need not have one that works.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

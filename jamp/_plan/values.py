@@ -140,8 +140,6 @@ class Traits(NamedTuple):
 
 
 class Value:
-    """One array of the program that a plan describes."""
-
     __slots__ = "aval casts dtype eligible known number prepared slot traits".split()
 
     def __init__(

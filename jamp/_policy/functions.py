@@ -49,8 +49,6 @@ def code_of(obj: Any) -> CodeType | None:
 
 @dataclass(frozen=True)
 class Function:
-    """One function of a policy."""
-
     name: str  # dotted, as shown in reports
     # None for what was given by name, which is resolved when its module is imported.
     code: CodeType | None = None
@@ -60,7 +58,6 @@ class Function:
 
     @classmethod
     def of(cls, obj: Any) -> Self:
-        """The entry for a function object or class."""
         code = code_of(obj)
         kind = type(obj)
         named = hasattr(obj, "__name__")

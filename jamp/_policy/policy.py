@@ -162,12 +162,10 @@ class Policy:
 
     @cached_property
     def primitive_rules(self) -> Mapping[str, Rule]:
-        """Rules by primitive name."""
         return dict(self.primitives)
 
     @cached_property
     def function_rules(self) -> Mapping[Function, Rule]:
-        """Rules by function."""
         return dict(self.functions)
 
     @property
@@ -218,7 +216,6 @@ class Policy:
 
 
 def entries(policy: Policy) -> Iterator[tuple[str, str, Rule]]:
-    """The kind, the name and the rule of every entry of a policy."""
     for name, rule in policy.primitives:
         yield "primitive", name, rule
     for function, rule in policy.functions:

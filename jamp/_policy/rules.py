@@ -13,8 +13,6 @@ DEVICES = {"gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "cpu": "cpu", "tpu": "tpu
 
 
 class Rule(enum.Enum):
-    """What happens to one equation."""
-
     LOWER = "lower"
     FLOAT32 = "float32"
     INTERNAL_FLOAT32 = "internal_float32"

@@ -36,7 +36,6 @@ def read_file(source: str | Path) -> dict[str, Any]:
 
 @cache
 def read_builtin(name: str) -> dict[str, Any]:
-    """The attributes of a policy that comes with jamp."""
     resource = files("jamp.policies").joinpath(f"{name}.toml")
     text = resource.read_text(encoding="utf-8")
     return _parse(text, resource.name, name, builtin=True)
@@ -72,7 +71,6 @@ def _parse(text: str, file: str, stem: str, builtin: bool = False) -> dict[str, 
 
 
 def _rules(table: dict[str, Any], builtin: bool) -> dict[str, dict[Any, Rule]]:
-    """The rules of a table by entry, for each kind of entries."""
     found: dict[str, dict[Any, Rule]] = {"primitives": {}, "functions": {}}
     for rule in Rule:
         for kind, names in _group(table, rule.value, tuple(found)).items():

@@ -48,8 +48,6 @@ def calls(key: FrameKey, functions: Mapping[int, Function]) -> Iterator[Call]:
 
 @dataclass(frozen=True)
 class Location:
-    """A line of a source file, and the function that it is in."""
-
     file: str
     line: int
     function: str

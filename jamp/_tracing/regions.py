@@ -29,8 +29,6 @@ _PREFIX = "jamp.autocast:"
 
 @dataclass(frozen=True)
 class Options:
-    """What one autocast was asked for, with the defaults filled in."""
-
     policy: Policy
     dtype: DType
     device_type: str
@@ -142,7 +140,6 @@ tracing = jax.make_user_context(None)
 
 
 def current() -> Options | None:
-    """The options in force where the program is being traced, if any."""
     return tracing.value  # type: ignore[no-any-return]
 
 
@@ -192,19 +189,15 @@ def _registered_options(name: str) -> Options:
 
 @dataclass(frozen=True)
 class Scope:
-    """The named scopes that an equation stands in."""
-
     names: tuple[str, ...] = ()  # outermost first, without jamp's marks
     region: Options | None = None  # the options of the innermost region
 
     @property
     def options(self) -> Options:
-        """The options in force inside a function under autocast."""
         assert self.region is not None  # noqa: S101 - its outermost scope has some
         return self.region
 
     def enter(self, name_stack: Any) -> "Scope":
-        """The scope of an equation with this name stack inside this scope."""
         return _enter(self, name_stack) if len(name_stack) else self
 
 

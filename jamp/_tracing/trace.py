@@ -18,8 +18,6 @@ from jamp._tracing.regions import Options
 
 
 class Traced(NamedTuple):
-    """A function as traced for one signature."""
-
     program: Any  # a closed jaxpr
     rebuild: Callable[[Sequence[Any]], Any]  # the function's result
     # Whether an equal call would be traced the same. Arrays that it closes over may be
@@ -30,7 +28,6 @@ class Traced(NamedTuple):
 def with_arrays(
     leaves: Sequence[Any], positions: Sequence[int], arrays: Sequence[Any]
 ) -> list[Any]:
-    """The leaves with these arrays in these positions."""
     found = dict(zip(positions, arrays, strict=True))
     return [found.get(index, leaf) for index, leaf in enumerate(leaves)]
 
@@ -44,7 +41,6 @@ def pass_for(fn: Callable[..., Any], stand_in: Any) -> None:
 
 
 def trace(fn: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> Traced:
-    """Traces a function, as written, on the arrays among its arguments."""
     leaves, tree = jax.tree.flatten((args, kwargs))
     positions = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
     out: dict[str, Any] = {}

@@ -21,8 +21,6 @@ _LARGEST_LEAF = 2**31 - 2**16
 
 @dataclass(frozen=True)
 class Request:
-    """What a kernel is to do, besides the check that each does."""
-
     unscale: bool = True  # whether to write the leaves unscaled
     interpret: bool = False  # whether to run in interpret mode, on any device
 
