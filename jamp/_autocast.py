@@ -21,6 +21,7 @@ from jamp._plan.planner import make_plan, warn_unmatched
 from jamp._policy.policy import Policy
 from jamp._tracing import nnx_modules, regions
 from jamp._tracing.checks import check_function, is_array, signature
+from jamp._tracing.functions import in_functions
 from jamp._tracing.regions import Arguments, Options
 from jamp._tracing.trace import Traced, trace
 
@@ -110,7 +111,11 @@ def _cast_outputs(result: Any, dtype: Any) -> Any:
         with regions.region(replace(outer, enabled=False)):
             return jax.lax.reduce_precision(leaf, bits.nexp, bits.nmant)
 
-    return result if dtype is None else jax.tree.map(cast, result)
+    if dtype is None:
+        return result
+    leaves, tree = jax.tree.flatten(result)
+    pairs = zip(leaves, in_functions(result), strict=True)
+    return jax.tree.unflatten(tree, [x if keeps else cast(x) for x, keeps in pairs])
 
 
 class Autocast:

@@ -67,6 +67,33 @@ def test_an_equinox_module_as_a_result_is_a_module(eqx, mlp):
     near(batched(halved, X), batched(jax.tree.map(_half, mlp), X))
 
 
+def test_a_pullback_that_equinox_makes_inside_is_called_outside(eqx, mlp):
+    def pullback(model):
+        return eqx.filter_vjp(lambda model: batched(model, X), model)
+
+    y, function = gpu(pullback)(mlp)
+    assert y.dtype == "float16"
+    expected, made = pullback(mlp)
+    near(function(y), made(expected), 0.05)
+
+
+def test_a_rule_of_equinox_that_refuses_perturbed_operands_has_a_gradient(eqx):
+    @eqx.filter_custom_vjp
+    def product(x, w):
+        return x @ w
+
+    product.def_fwd(lambda perturbed, x, w: (x @ w, None))
+    product.def_bwd(lambda residuals, g, perturbed, x, w: g @ w.T)
+
+    def total(x, w):
+        return jnp.sum(product(x, w))
+
+    w = jnp.arange(8.0).reshape(4, 2)
+    near(jax.grad(gpu(total))(X, w), jax.grad(total)(X, w))
+    with pytest.raises(RuntimeError, match="cannot be autodifferentiated"):
+        jax.grad(gpu(total), argnums=1)(X, w)
+
+
 def _half(leaf):
     return leaf / 2 if isinstance(leaf, jax.Array) else leaf
 

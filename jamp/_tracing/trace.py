@@ -14,6 +14,7 @@ from jamp._equations import constants, equations
 from jamp._tracing import regions
 from jamp._tracing.checks import is_array as is_array
 from jamp._tracing.checks import refuse_made
+from jamp._tracing.functions import in_functions, widening
 from jamp._tracing.regions import Options
 
 
@@ -59,17 +60,24 @@ def trace(fn: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> T
         found, out["tree"] = jax.tree.flatten(result)
         # Arrays are tracers here, which must not outlive the trace.
         out["static"] = [None if is_array(leaf) else (leaf,) for leaf in found]
+        pairs = zip(found, in_functions(result), strict=True)
+        out["kept"] = [keeps for leaf, keeps in pairs if is_array(leaf)]
         return [leaf for leaf in found if is_array(leaf)]
 
     pass_for(fn, flat)
     program = _make_jaxpr(flat, [leaves[position] for position in positions], out)
-    static, out_tree = out["static"], out["tree"]
+    static, out_tree, kept = out["static"], out["tree"], out["kept"]
 
     def rebuild(results: Sequence[Any]) -> Any:
-        arrays = iter(results)
-        return jax.tree.unflatten(
+        dtypes = [aval.dtype for aval in program.out_avals]
+        arrays = (
+            array.astype(dtype) if keeps and array.dtype != dtype else array
+            for array, dtype, keeps in zip(results, dtypes, kept, strict=True)
+        )
+        result = jax.tree.unflatten(
             out_tree, [next(arrays) if s is None else s[0] for s in static]
         )
+        return widening(result) if any(kept) else result
 
     repeatable = not any(isinstance(found, jax.Array) for found in constants(program))
     return Traced(program, rebuild, repeatable)
