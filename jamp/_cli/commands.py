@@ -20,7 +20,7 @@ from jamp import Diagnosis, Policy, Report, __version__, diagnose, explain
 from jamp._errors import JampError, TargetError
 from jamp._lowerings.lower import multiplies_bfloat16
 from jamp._policy.policy import named_rules
-from jamp._tracing.origin import is_users
+from jamp._tracing.origin import users_frame
 from jamp._tracing.regions import device_kind
 
 _BFLOAT16 = {
@@ -288,9 +288,10 @@ def users_code(doing: str) -> Iterator[None]:
     except JampError:
         raise
     except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        places = [f"{f.filename}:{f.lineno}" for f in frames if is_users(f.filename)]
-        where = f" at {places[-1]}" if places else ""
+        frames = traceback.extract_tb(error.__traceback__)[::-1]
+        found = users_frame(frame.filename for frame in frames)
+        place = None if found is None else frames[found]
+        where = "" if place is None else f" at {place.filename}:{place.lineno}"
         raise TargetError(
             f"{doing} failed{where}: {type(error).__name__}: {error}"
         ) from error

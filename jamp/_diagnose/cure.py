@@ -157,7 +157,7 @@ def _codes(output: Measured) -> tuple[list[CodeType], CodeType | None]:
     for eqn in output.eqns:
         found = frames(eqn)
         for code in () if found is None else found[0]:
-            if code.co_filename == trace.__file__:
+            if code.co_filename == trace.trace.__code__.co_filename:
                 break
             codes.append(code)
     users = [code for code in codes if is_users(code.co_filename)]

@@ -4,15 +4,18 @@ Every equation remembers the Python frames that emitted it. Consecutive equation
 call of a listed function are ruled as a whole by its policy.
 """
 
+import os
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
+import jax
 from jax.extend.core import JaxprEqn
 
 from jamp._compat import frames
@@ -56,37 +59,63 @@ class Location:
         return f"{self.file}:{self.line} ({self.function})"
 
 
-_STDLIB = sysconfig.get_paths()["stdlib"]
-_JAMP = str(Path(__file__).parents[1])
+# Whose lines in site-packages are never the user's own.
+_LIBRARIES = frozenset(
+    "chex equinox flax haiku jamp jax jaxlib jaxtyping numpy optax scipy".split()
+)
+_PATHS = sysconfig.get_paths()
+_FOLDERS = (_PATHS["stdlib"], Path(__file__).parents[1], Path(jax.__file__).parent)
+_OTHERS = tuple(os.path.join(folder, "") for folder in _FOLDERS)
+_SCRIPTS = os.path.join(_PATHS["scripts"], "")
 
 
 @lru_cache(maxsize=4096)
+def _distance(filename: str) -> int:
+    """How far from the user's own a file is: 0, 1 if installed, 2 if a library's."""
+    parts = Path(filename).parts[:-1]
+    for folder in ("site-packages", "dist-packages"):
+        if folder in parts:
+            package = (*parts, Path(filename).stem)[parts.index(folder) + 1]
+            return 2 if package in _LIBRARIES else 1
+    if filename.startswith((*_OTHERS, "<frozen")):
+        return 2
+    return 1 if filename.startswith(_SCRIPTS) else 0
+
+
 def is_users(filename: str) -> bool:
-    """Whether a source file is neither jamp's, nor a library's, nor Python's."""
-    return not (
-        "site-packages" in filename
-        or "dist-packages" in filename
-        or filename.startswith((_STDLIB, _JAMP, "<frozen"))
-    )
+    """Whether a source file is neither jamp's, nor a known library's, nor Python's."""
+    return _distance(filename) < 2
+
+
+def users_frame(files: Iterable[str]) -> int | None:
+    """Which of some frames, by their files, is the first of the user's own.
+
+    The first of an installed package, which may be the user's, if there is none.
+    """
+    installed = None
+    for index, file in enumerate(files):
+        distance = _distance(file)
+        if distance == 0:
+            return index
+        if distance == 1 and installed is None:
+            installed = index
+    return installed
 
 
 def users_level() -> int:
     """The stacklevel, for the caller, of a warning at the user's own line."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and not is_users(frame.f_code.co_filename):
-        frame, level = frame.f_back, level + 1
-    return level
+    around = traceback.walk_stack(sys._getframe(1))
+    return (users_frame(frame.f_code.co_filename for frame, _ in around) or 0) + 1
 
 
 def location(eqn: JaxprEqn) -> Location | None:
     """The innermost line of the user's own code that led to an equation."""
-    found = frames(eqn)
-    if found is None:
+    codes, offsets = frames(eqn) or ((), ())
+    index = users_frame(code.co_filename for code in codes)
+    if index is None:
         return None
-    for code, offset in zip(*found, strict=True):
-        if is_users(code.co_filename):
-            return Location(code.co_filename, _line(code, offset), code.co_name)
-    return None
+    code = codes[index]
+    return Location(code.co_filename, _line(code, offsets[index]), code.co_name)
 
 
 def _line(code: CodeType, offset: int) -> int:
