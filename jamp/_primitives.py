@@ -11,9 +11,7 @@ def _names(*words: str) -> frozenset[str]:
 
 # Matmuls and convolutions.
 MATMULS = _names("conv_general_dilated dot_general ragged_dot_general")
-
 SCATTERS = _names("scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub")
-
 # Elementwise, and more than a few instructions for each element.
 TRANSCENDENTAL = _names(
     "cos cosh erf erfc exp exp2 expm1 log log1p logistic pow sin sinh tan tanh"
@@ -24,45 +22,35 @@ ARITHMETIC = _names(
     "abs add add_any ceil clamp div floor integer_pow max min mul neg one_minus_square",
     "round rsqrt select_n sign sqrt square sub",
 )
-
 # Elementwise, and dimensions of size one, and scalars, are broadcast.
 BROADCASTING = _names("add atan2 div max min mul pow rem sub")
-
 # They repeat the elements of their operand.
 ENLARGING = _names("broadcast_in_dim broadcast_to tile")
-
 REDUCTIONS = _names(
     "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum",
     "reduce_xor",
 )
-
 # What is known of their operand is known of their result.
 MOVEMENT = _names(
     "broadcast_in_dim broadcast_to convert_element_type copy name optimization_barrier",
     "reshape reshard rev sharding_constraint slice squeeze transpose",
     "with_memory_space_constraint",
 )
-
 # Their result is a view of their operand: the same buffer, in torch's words.
 VIEWS = _names("broadcast_in_dim reshape squeeze transpose")
-
 # The elements of their result are among those of their first operand.
 KEEPING_RANGE = (MOVEMENT - {"optimization_barrier"}) | _names(
     "dynamic_slice split stop_gradient tile"
 )
-
 # A probability stays one.
 KEEPING_PROBABILITY = _names("add clamp max min mul neg sub")
-
 # Over devices.
 COLLECTIVES = _names(
     "all_gather all_gather_invariant all_to_all pbroadcast pmax pmin ppermute psum",
     "psum_invariant pvary reduce_scatter",
 )
-
 # Their operands need not agree in dtype.
 INDEPENDENT = COLLECTIVES | _names("approx_top_k optimization_barrier sort top_k")
-
 # They cost next to nothing to compute again beside reading what they are computed from.
 CHEAP = (
     TRANSCENDENTAL
@@ -75,7 +63,6 @@ CHEAP = (
         "is_finite jit reshape slice squeeze stop_gradient transpose",
     )
 )
-
 # Linear algebra without 16-bit kernels. Some releases of JAX refuse 16-bit operands of
 # them while a program is traced, others later; code around them asks for their dtype's
 # eps.
@@ -83,7 +70,6 @@ FLOAT32_ONLY = _names(
     "cholesky eig eigh geqrf householder_product lu ormqr qr schur svd",
     "triangular_solve tridiagonal_solve",
 )
-
 # Equations that only call one program, and the parameter that holds it.
 CALLS = {
     "call": "call_jaxpr",
@@ -94,9 +80,7 @@ CALLS = {
     "jit": "jaxpr",
     "remat2": "jaxpr",
 }
-
 # They run in no other dtypes than those that they stand in.
 DTYPE_BOUND = _names("bitcast_convert_type call_hi_primitive ffi_call pure_callback")
-
 # Functions of one number, which are rounded once.
 FUNCTIONS = _names("cos exp exp2 expm1 log log1p sin tan")

@@ -70,8 +70,7 @@ class Outcome:
         cls, label: str, gradient: bool, pair: Pair, producers: Iterable[int] = ()
     ) -> Outcome:
         shadow = np.asarray(pair.shadow)
-        finite = shadow[np.isfinite(shadow)].astype(np.float64)
-        power = float(np.sum(np.square(finite)))
+        power = float(np.sum(np.square(shadow[np.isfinite(shadow)].astype(np.float64))))
         return cls(label, gradient, state_of(pair), power, shadow, frozenset(producers))
 
     @property
@@ -205,11 +204,10 @@ def _passes_on(measured: Measured) -> bool:
         return False
     if not narrow(measured.dtype) or not found.introduced:
         return True
-    exact = ROUNDINGS * float(jnp.finfo(measured.dtype).eps)
     return (
         measured.primitive in _primitives.FUNCTIONS
         and kind_of(measured) == "precision"
-        and found.error > exact
+        and found.error > ROUNDINGS * float(jnp.finfo(measured.dtype).eps)
     )
 
 

@@ -84,8 +84,7 @@ class Walk:
         name = eqn.primitive.name
         if name in _primitives.CALLS:
             return self._inside(eqn).run(eqn.params[_primitives.CALLS[name]], operands)
-        run = _RUNS.get(name, Walk._plain)
-        results = run(self, eqn, operands)
+        results = _RUNS.get(name, Walk._plain)(self, eqn, operands)
         if self.iteration is None:
             self.advance()
         return results

@@ -104,8 +104,7 @@ def _emit_cast(emitter: Emitter, action: Cast, arrays: Arrays) -> Arrays:
 @emits(Broadcast)
 def _emit_broadcast(emitter: Emitter, action: Broadcast, arrays: Arrays) -> Arrays:
     shape = action.results[0].aval.shape
-    ndim = jax.numpy.ndim(arrays[0])
-    dimensions = range(len(shape) - ndim, len(shape))
+    dimensions = range(len(shape) - jax.numpy.ndim(arrays[0]), len(shape))
     return [jax.lax.broadcast_in_dim(arrays[0], shape, dimensions)]
 
 

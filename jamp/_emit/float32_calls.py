@@ -124,8 +124,7 @@ def _key(action: Float32Call, others: Hashable) -> Hashable:
         )
         for var in eqn.outvars:
             numbers[var] = len(numbers)
-        params = tuple(eqn.params.items())
-        parts.append((eqn.primitive, params, operands, eqn.ctx))
+        parts.append((eqn.primitive, tuple(eqn.params.items()), operands, eqn.ctx))
     key = (tuple(parts), tuple(numbers[var] for var in action.outvars))
     try:
         hash(key)

@@ -221,8 +221,7 @@ def emit_custom_vjp(
 
     def fwd(*primals: Any) -> tuple[tuple[Any, ...], Any]:
         slots = tuple(s for s in differentiable(eqn) if primals[s].perturbed)
-        forward = rules.forward(slots)
-        plan = plan_program(forward, _inputs(action), context)
+        plan = plan_program(rules.forward(slots), _inputs(action), context)
         results = emit(plan, [primal.value for primal in primals])
         pullback = Partial(pullback_of(slots), results[outs:])
         return _in_dtypes(results[:outs], plan, inner.dtypes), pullback

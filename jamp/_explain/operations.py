@@ -288,28 +288,27 @@ class Figures(Counted):
     @property
     def attention(self) -> tuple[str, ...]:
         """What to know first, the gravest first: sentences, or none if all is well."""
-        return tuple(self._notices())
-
-    def _notices(self) -> Iterator[str]:
-        matmuls = self.matmuls
+        matmuls, found = self.matmuls, list[str]()
         wide = [op for op in matmuls if not op.record.low]
         reasons = ", ".join(sorted({op.reason for op in wide}))
         if wide and len(wide) == len(matmuls):
-            yield f"NO MATMUL RUNS IN 16 BITS: {reasons}"
-        unknown = Counter(record.primitive for record in self.unknown)
+            found.append(f"NO MATMUL RUNS IN 16 BITS: {reasons}")
+        unknown = sorted(Counter(record.primitive for record in self.unknown).items())
         if unknown:
-            counted = (f"{name} ({count})" for name, count in sorted(unknown.items()))
-            listed = ", ".join(counted)
-            yield f"ran as traced, because the policy does not know them: {listed}"
+            listed = ", ".join(f"{name} ({count})" for name, count in unknown)
+            why = "ran as traced, because the policy does not know them"
+            found.append(f"{why}: {listed}")
         added = ", ".join(str(entry) for entry in self.unused if entry.added)
         if added:
-            yield f"entries added to the policy that decided about nothing: {added}"
+            why = "entries added to the policy that decided about nothing"
+            found.append(f"{why}: {added}")
         if 0 < len(wide) < len(matmuls):
-            yield (
+            found.append(
                 f"{len(wide)} of {len(matmuls)} matmuls and convolutions "
                 f"({1 - self.low_flop_share:.1%} of their FLOPs) do not run in 16 "
                 f"bits: {reasons}"
             )
+        return tuple(found)
 
     @cached_property
     def modules(self) -> Module:
@@ -321,8 +320,5 @@ class Figures(Counted):
 
 
 def _words(options: Options) -> str:
-    state = "" if options.enabled else ", disabled"
-    return (
-        f"on {options.device_type} to {options.dtype.name}{state}, "
-        f"policy {options.policy.name}"
-    )
+    dtype = options.dtype.name if options.enabled else f"{options.dtype.name}, disabled"
+    return f"on {options.device_type} to {dtype}, policy {options.policy.name}"

@@ -81,9 +81,8 @@ class ListedCall:
         if rule not in (Rule.FLOAT32, Rule.INTERNAL_FLOAT32) or not self.entered:
             return dtype
         traced = var.aval.dtype
-        came_in = {source.aval.dtype for source in self.entered}
         if (
-            traced not in came_in
+            traced not in {source.aval.dtype for source in self.entered}
             and _dtypes.eligible(traced)
             and self.function not in policy.activation_results
         ):
@@ -111,7 +110,8 @@ def plan_listed_call(call: ListedCall) -> None:
     first, env = len(plan.entries), call.env
     enter = Caster(Record(eqns[0], call.ruling, ()), call.options, plan)
     if rule is Rule.LOWER:
-        if _holds_explicit_precision(eqns):
+        products = (e for e in nested(eqns) if e.primitive.name in _primitives.MATMULS)
+        if any(map(explicit_precision, products)):
             call.plan_inside(env, inner)
             return
         with plan.source(eqns[0]):
@@ -120,8 +120,7 @@ def plan_listed_call(call: ListedCall) -> None:
     elif forced is Rule.FLOAT32 and _runs_in_float32(eqns):
         _plan_in_float32(call, enter)
     else:
-        ruling = call.ruling._replace(rule=forced)
-        call.plan_inside(env, inner._replace(forced=ruling))
+        call.plan_inside(env, inner._replace(forced=call.ruling._replace(rule=forced)))
     entries = plan.entries[first:]
     for record in originals(entries):
         if rule is not Rule.LOWER or record.ruling.function is None:
@@ -135,11 +134,6 @@ def plan_listed_call(call: ListedCall) -> None:
             env.read(var).dtype if env.used_from(var, call.stop) else computed
             for var, computed in zip(record.eqn.outvars, record.results, strict=True)
         )
-
-
-def _holds_explicit_precision(eqns: Sequence[JaxprEqn]) -> bool:
-    names = _primitives.MATMULS
-    return any(explicit_precision(e) for e in nested(eqns) if e.primitive.name in names)
 
 
 def _runs_in_float32(eqns: Sequence[JaxprEqn]) -> bool:
@@ -174,8 +168,7 @@ def _plan_in_float32(call: ListedCall, enter: Caster) -> None:
     again = cheap and not call.context.linear
 
     def widened(value: Value) -> Value:
-        inside = again and value.dtype in _dtypes.LOW_DTYPES and value.constant is None
-        if not inside:
+        if not (again and value.dtype in _dtypes.LOW_DTYPES and value.constant is None):
             return enter.cast(value, FLOAT32)
         # The function widens it itself.
         enter.note(value, FLOAT32)

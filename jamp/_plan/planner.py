@@ -133,8 +133,7 @@ class _Planner:
         for group in self._calls(eqns, context):
             eqn, scope, user, call, _ = group[0]
             if call is None:
-                within = context._replace(scope=scope)
-                self._plan_equation(eqn, env, within, user)
+                self._plan_equation(eqn, env, context._replace(scope=scope), user)
             else:
                 own = tuple([entry.eqn for entry in group])
                 inside = partial(self._plan_equations, own, start)

@@ -132,8 +132,7 @@ def flops(eqn: JaxprEqn) -> float:
         (contracting, _), _ = eqn.params["dimension_numbers"]
         inner = [left[d] for d in contracting]
     elif eqn.primitive.name == "conv_general_dilated":
-        kernel = eqn.params["dimension_numbers"].rhs_spec
-        inner = [right[d] for d in kernel[1:]]
+        inner = [right[d] for d in eqn.params["dimension_numbers"].rhs_spec[1:]]
     else:
         # ragged_dot: every row of the left operand meets one of the matrices.
         inner = [left[-1]]

@@ -95,9 +95,9 @@ def plan_scan(equation: Equation) -> list[Value]:
         inputs = [*consts, *carried, *sliced]
         return equation.inner(params["jaxpr"], inputs, hoisted=hoisted)
 
-    inner, settled = _settle(carry, body)
+    inner, settled, changed = _settle(carry, body)
     equation.note(inner)
-    if not inner.changed and _unchanged(carry, settled):
+    if not (inner.changed or changed):
         return equation.as_traced()
     _note_casts(equation, inner, settled)
     extras = equation.extras(consts, inner)
@@ -119,11 +119,11 @@ def plan_while(equation: Equation) -> list[Value]:
         inputs = [*body_consts, *carried]
         return equation.inner(params["body_jaxpr"], inputs, hoisted=range(num_body))
 
-    inner, settled = _settle(carry, body)
+    inner, settled, changed = _settle(carry, body)
     inputs = [*cond_consts, *_carried(carry, settled)]
     test = equation.inner(params["cond_jaxpr"], inputs)
     equation.note(test, inner)
-    if not (inner.changed or test.changed) and _unchanged(carry, settled):
+    if not (inner.changed or test.changed or changed):
         return equation.as_traced()
     extras = equation.extras(body_consts, inner)
     _note_casts(equation, inner, settled)
@@ -175,25 +175,24 @@ def _meet(dtypes: Sequence[Any]) -> Any:
     return dtypes[0]
 
 
-def _settle(carry: Values, body: Callable[[Values], Plan]) -> tuple[Plan, list[Any]]:
-    """Finds the dtypes at which a loop's carry stays what it is.
+def _settle(
+    carry: Values, body: Callable[[Values], Plan]
+) -> tuple[Plan, list[Any], bool]:
+    """Finds the dtypes at which a loop's carry stays what it is; whether it changes.
 
     They are those that iterating one by one would come to, from the dtypes that come
     in; where it would go back and forth, the widest.
     """
-    dtypes = [value.dtype for value in carry]
-    seen = [dtypes]
+    seen = [[value.dtype for value in carry]]
     while True:
+        dtypes = seen[-1]
         inner = body(_carried(carry, dtypes))
-        after = list(inner.dtypes[: len(carry)])
-        if after == dtypes:
-            return inner, dtypes
-        if after in seen or len(seen) > len(carry) + 1:
+        after: list[Any] = list(inner.dtypes[: len(carry)])
+        if after in seen[:-1] or len(seen) > len(carry) + 1:
             after = [_meet(options) for options in zip(dtypes, after, strict=True)]
-            if after == dtypes:
-                return inner, dtypes
-        dtypes = after
-        seen.append(dtypes)
+        if after == dtypes:
+            return inner, dtypes, dtypes != seen[0]
+        seen.append(after)
 
 
 def _carried(carry: Values, dtypes: Sequence[Any]) -> list[Value]:
@@ -206,15 +205,10 @@ def _stand_in(aval: Any, dtype: Any) -> Value:
     return Value.of(aval, dtype, Traits(rank=getattr(aval, "ndim", 0)))
 
 
-def _unchanged(carry: Values, dtypes: Sequence[Any]) -> bool:
-    return [value.dtype for value in carry] == list(dtypes)
-
-
 @structural("custom_jvp_call")
 def plan_custom_jvp(equation: Equation) -> list[Value]:
     inner = equation.inner(equation.eqn.params["call_jaxpr"], equation.operands)
-    changed = inner.changed or _changes_rule(equation)
-    return equation.calling(inner, changed=changed)
+    return equation.calling(inner, changed=inner.changed or _changes_rule(equation))
 
 
 @structural("custom_vjp_call", "custom_vmap_call")
@@ -287,5 +281,4 @@ def plan_linear_solve(equation: Equation) -> list[Value]:
         inner.append(plan)
     equation.note(*inner)
     dtypes = map(_dtypes.dtype_of, eqn.outvars)
-    taken = [*operands[: ends[-1]], *sides]
-    return equation.add(inner, dtypes, taken)
+    return equation.add(inner, dtypes, [*operands[: ends[-1]], *sides])

@@ -202,8 +202,7 @@ class Value:
 
     def constant_in(self, dtype: DType) -> Value:
         number = np.asarray(self.constant).astype(dtype)[()]
-        aval = _dtypes.in_dtype(self.aval, dtype)
-        return Value(aval, self.traits, known=number)
+        return Value(_dtypes.in_dtype(self.aval, dtype), self.traits, known=number)
 
 
 Values = Sequence[Value]

@@ -60,8 +60,7 @@ class Function:
     def of(cls, obj: Any) -> Self:
         code = code_of(obj)
         kind = type(obj)
-        named = hasattr(obj, "__name__")
-        if code is None and not named and code_of(kind) is not None:
+        if code is None and not hasattr(obj, "__name__") and code_of(kind) is not None:
             raise PolicyError(
                 f"got an instance of {kind.__name__}, and a rule holds for functions "
                 f"and classes: give {kind.__name__} itself, for all its instances"

@@ -60,8 +60,7 @@ class Launch:
 def not_finite_in(value: Any) -> jax.Array:
     """1.0 if a tile holds an inf or a NaN, else 0.0, inside a kernel."""
     # The comparison is False for a NaN too.
-    finite = jnp.abs(value.astype(jnp.float32)) < jnp.inf
-    return jnp.max(jnp.where(finite, 0.0, 1.0))
+    return jnp.max(jnp.where(jnp.abs(value.astype(jnp.float32)) < jnp.inf, 0.0, 1.0))
 
 
 def run_launches(
