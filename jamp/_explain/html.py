@@ -8,7 +8,7 @@ from string import Template
 
 from jamp._explain.operations import Counted, Figures, Module
 from jamp._explain.residuals import bytes_by_dtype
-from jamp._explain.text import FIGURES, Row, amount, figures, rows, share, short, size
+from jamp._explain.text import FIGURES, Row, amount, figures, rows, short, size
 
 _COLOURED = ("f16", "bf16", "f32", "f64")
 # Modules this deep stand open at first.
@@ -52,7 +52,7 @@ def _cards(report: Figures) -> Iterator[str]:
         flops[row.computes_in] += int(row.flops)
     yield _card(
         "FLOPs in 16 bits",
-        share(report.low_flop_share),
+        f"{report.low_flop_share:.1%}",
         f"{report.low_matmuls} of {len(report.matmuls)} matmuls and "
         f"convolutions, {amount(report.flops, 'FLOP')}",
         _bar(flops),
@@ -60,7 +60,7 @@ def _cards(report: Figures) -> Iterator[str]:
     nbytes = report.result_bytes
     yield _card(
         "Results in 16 bits",
-        share(report.low_byte_share),
+        f"{report.low_byte_share:.1%}",
         f"of the {size(sum(nbytes.values()))} that operations write",
         _bar(nbytes),
     )
@@ -97,7 +97,7 @@ def _bar(amounts: Mapping[str, float], whole: float = 0) -> str:
     whole = max(whole, sum(amounts.values())) or 1
     widths = {name: f"{part / whole:.2%}" for name, part in amounts.items()}
     seen = {name: width for name, width in widths.items() if width != "0.00%"}
-    words = {name: f"{escape(name)}: {share(amounts[name] / whole)}" for name in seen}
+    words = {name: f"{escape(name)}: {amounts[name] / whole:.1%}" for name in seen}
     parts = "".join(
         f'<i class="{_colour(short(name))}" style="width: {width}" '
         f'title="{words[name]}"></i>'

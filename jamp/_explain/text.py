@@ -164,10 +164,6 @@ def _names(dtypes: Iterable[Any]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(known))
 
 
-def share(value: float) -> str:
-    return f"{value:.1%}"
-
-
 def amount(value: float, unit: str = "") -> str:
     prefixes = ["", "k", "M", "G", "T", "P"]
     while value >= 999.5 and len(prefixes) > 1:
@@ -200,11 +196,11 @@ def summary(report: Figures) -> Iterator[str]:
     yield (
         f"{len(report.operations)} equations, {report.casts} casts inserted, "
         f"{report.low_matmuls} of {len(report.matmuls)} matmuls and convolutions in 16 "
-        f"bits ({share(report.low_flop_share)} of FLOPs)"
+        f"bits ({report.low_flop_share:.1%} of FLOPs)"
     )
     yield (
         f"results take {size(sum(report.result_bytes.values()))}, "
-        f"{share(report.low_byte_share)} of it in 16 bits; "
+        f"{report.low_byte_share:.1%} of it in 16 bits; "
         f"casts read and write {size(report.cast_bytes)}"
     )
     if report.residuals is not None:
@@ -242,7 +238,7 @@ def figures(counted: Counted) -> tuple[str, ...]:
     if not counted.flops:
         flops = ("", "")
     else:
-        flops = (amount(counted.flops), share(counted.low_flop_share))
+        flops = (amount(counted.flops), f"{counted.low_flop_share:.1%}")
     nbytes = sum(counted.result_bytes.values())
     return (*flops, size(nbytes) if nbytes else "", str(counted.casts or ""))
 
