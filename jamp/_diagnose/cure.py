@@ -22,8 +22,7 @@ from jamp._tracing.regions import Options
 
 # A suggested loss scale leaves room for gradients that are larger.
 HEADROOM = 4.0
-# A rule that takes more than this share of the 16-bit results, or of the matmuls, back
-# to float32 is a last resort.
+# A rule that takes back more of the 16-bit results, or matmuls, is a last resort.
 BROAD = 0.75
 # How many faults are cured one after another, where one change does not cure all.
 ROUNDS = 6

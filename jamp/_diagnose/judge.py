@@ -1,11 +1,9 @@
 """What a walk through a program found, and what of it counts as a fault."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +33,7 @@ FEWEST_ROUNDINGS = 64
 # Healthy networks have errors of a tenth: rounding decides ties in ReLU and max pooling
 # otherwise, and with them which elements a gradient reaches.
 GRADIENT_ERROR = 0.25
-# One gradient among others is wrong if it is this far off, and not tiny: larger than
-# this share of the largest one.
+# One gradient is wrong if it is this far off, and not tiny beside the largest one.
 ONE_GRADIENT_ERROR = 0.5
 TINY = 1e-3
 # A gradient is lost if elements that became zero held more than this share of it ...
@@ -44,11 +41,9 @@ LOST = 0.1
 # ... unless all of it is smaller than this, beside the largest one: of what the loss
 # does not depend on, such as a bias in front of a normalization, it is rounding only.
 NEGLIGIBLE = 1e-5
-# A result has underflowed if more than this share of its elements is in float32 below
-# the dtype's normal numbers.
+# A result has underflowed if more of it is below the normal numbers of its dtype.
 UNDERFLOWED = 0.5
-# Of the operations that introduced an error, those with at least this share of what the
-# worst of them introduced.
+# Operations that introduced at least this share of what the worst of them did.
 SUSPECT = 0.5
 # A loss scale fits if at most this share of the gradients' elements is too small.
 TOO_SMALL = 0.1
@@ -68,7 +63,7 @@ class Outcome:
     @classmethod
     def of(
         cls, label: str, gradient: bool, pair: Pair, producers: Iterable[int] = ()
-    ) -> Outcome:
+    ) -> Self:
         shadow = np.asarray(pair.shadow)
         power = float(np.sum(np.square(shadow[np.isfinite(shadow)].astype(np.float64))))
         return cls(label, gradient, state_of(pair), power, shadow, frozenset(producers))
@@ -88,10 +83,10 @@ class Outcome:
         """Whether what is not finite in float32 is the same in 16 bits."""
         return not self.gradient and self.state.wild == self.state.alike
 
-    def against(self, computed: Any, factor: float) -> Outcome:
+    def against(self, computed: Any, factor: float) -> Self:
         """What a program with another loss scale computed, beside the same float32."""
         shadow = self.shadow * np.float32(factor if self.gradient else 1.0)
-        return Outcome.of(self.label, self.gradient, Pair(np.asarray(computed), shadow))
+        return self.of(self.label, self.gradient, Pair(np.asarray(computed), shadow))
 
 
 class Verdict(NamedTuple):

@@ -3,14 +3,12 @@
 Statistics are taken by NumPy, which compiles nothing.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,8 +28,7 @@ _MERGED = {"largest": max, "error": max, "least_error": min, "introduced_once": 
 
 class Pair(NamedTuple):
     computed: Any  # as it is under autocast
-    # As it would be had all been float32; None for what has no shadow of its own, such
-    # as integers, keys and tokens.
+    # As if all were float32; None for what has none, as integers, keys and tokens.
     shadow: Any
 
     @property
@@ -68,14 +65,14 @@ class Statistics(NamedTuple):
         """How many elements have a smaller exponent in float32."""
         return int(self.exponents[: max(0, exponent - LOWEST_EXPONENT)].sum())
 
-    def merge(self, other: Statistics) -> Statistics:
+    def merge(self, other: Self) -> Self:
         merged = {
             name: _MERGED.get(name, operator.add)(ours, theirs)
             for name, ours, theirs in zip(self._fields, self, other, strict=True)
             if name != "first"
         }
         iterations = [i for i in (self.first, other.first) if i is not None]
-        return Statistics(**merged, first=min(iterations, default=None))
+        return self._replace(**merged, first=min(iterations, default=None))
 
 
 def has_shadow(aval: Any) -> bool:
@@ -205,7 +202,7 @@ class Measured:
         """Line and module, forward or backward."""
         return self.location, self.scope, self.scaled
 
-    def merge(self, other: Measured) -> Measured:
+    def merge(self, other: Self) -> Self:
         """The output with what was measured in another iteration of a loop."""
         # In another iteration, another branch may be taken.
         return replace(

@@ -1,12 +1,10 @@
 """The program that is diagnosed: a function under autocast, perhaps its gradient."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -40,8 +38,7 @@ class Subject:
     labels: list[str]  # what the leaves are called
     differentiated: tuple[int, ...]  # which leaves the gradient is taken of
     has_aux: bool  # whether it returns more than the loss
-    # The paths of the modules whose state it returns too, by their numbers; None in a
-    # call without modules.
+    # Paths of modules whose state it returns, by number; None without modules.
     modules: Mapping[int, Path] | None
 
     @classmethod
@@ -52,7 +49,7 @@ class Subject:
         kwargs: dict[str, Any],
         argnums: int | Sequence[int],
         has_aux: bool,
-    ) -> Subject:
+    ) -> Self:
         """The subject of a call; without a gradient, `argnums` is empty."""
         free = len(args)
         fn, args, kwargs = nnx_modules.unwrap(fn, args, kwargs)

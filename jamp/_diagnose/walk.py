@@ -6,13 +6,11 @@ is decided in the run under autocast, for both. In the other run, 16-bit dtypes 
 widened to float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +87,7 @@ class Walk:
             self.advance()
         return results
 
-    def _inside(self, eqn: JaxprEqn) -> Walk:
+    def _inside(self, eqn: JaxprEqn) -> Self:
         scope = self.scope.enter(eqn.source_info.name_stack)
         return replace(self, scope=scope, callers=(*self.callers, eqn))
 

@@ -165,8 +165,7 @@ def emit_while(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
         return convert_all(results, action.dtypes)
 
     if test.results[0].ndim > 0:
-        # `vmap` makes loops that run while any of several predicates holds. Only the
-        # primitive takes them.
+        # Only the primitive takes the loops over several predicates that vmap makes.
         return bind(
             action.eqn,
             [*tested, *shared, *carry],

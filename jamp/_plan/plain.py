@@ -81,8 +81,7 @@ def _promote(eqn: JaxprEqn, operands: Values) -> Dtypes:
     if any(_destroyed(value, dtype) for value in floats):
         dtype = FLOAT32
     elif any(v.dtype == FLOAT32 != dtype for v in firm if v.traits.rank == 0):
-        # A scalar of the program may be out of range, and its gradient is a sum: round
-        # the result, not the scalar.
+        # A scalar may be out of range, and its gradient is a sum: round the result.
         result, dtype = dtype, FLOAT32
     return Dtypes(tuple(dtype if v.eligible else None for v in operands), result)
 

@@ -67,8 +67,7 @@ class Float32Call(Action):
     eqns: Sequence[JaxprEqn]  # the equations, all in the same named scopes
     invars: Sequence[Any]  # the variables that they read and do not make
     outvars: Sequence[Any]  # those of their results that are wanted
-    # For each of `outvars` the value in a 16-bit dtype that is wanted too, if any;
-    # these follow the others among the results.
+    # For each of `outvars` the 16-bit value wanted too, if any; these come last.
     narrowed: Sequence[Value | None]
     device_type: str  # what the program is for
 

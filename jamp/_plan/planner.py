@@ -210,8 +210,7 @@ class _Planner:
                 # It takes a reference, or another thing that cannot be traced anew.
                 rule = plan_as_traced
             elif user is None and ruling.rule is not Rule.PROMOTE:
-                # What the user set holds inside by the scope, where a region that
-                # enables autocast again ends it.
+                # What the user set holds inside by the scope, until a region ends it.
                 context = context._replace(forced=ruling)
         self._callers.append(eqn)
         with env.plan.source(eqn):

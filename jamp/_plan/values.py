@@ -130,8 +130,7 @@ def held(interval: Interval, dtype: Any) -> Interval | None:
 class Traits(NamedTuple):
     """What is known of a value beside its dtype; hashable, so that it keys caches."""
 
-    # Bounds, if the value follows the dtype of others, because it is derived from
-    # constants alone.
+    # Bounds, if it follows the dtype of others: it is derived from constants alone.
     interval: Interval | None = None
     rank: int = 0  # its rank before broadcasting and the insertion of unit dimensions
     product: bool = False  # whether it is the direct result of a lowered product
@@ -161,8 +160,7 @@ class Value:
         self.casts: dict[DType, Value] = {}  # the array in other dtypes
         # Casts that are made with it and count once they are used.
         self.prepared: dict[DType, Value] = {}
-        # The position among the inputs of an inner program whose narrowing casts are
-        # left to the caller.
+        # Which input of an inner program it is, if casts are left to the caller.
         self.slot = slot
         self.known = known  # the array itself, if it is a constant of the program
 
