@@ -303,7 +303,6 @@ def _applied(settings: Settings, changes: Iterable[Change]) -> Settings:
 def suggestions_of(
     changes: Sequence[Change], settings: Settings, own_policy: bool
 ) -> tuple[Suggestion, ...]:
-    """What to write for some changes, which together cure a program."""
     found = []
     rules = [c for c in changes if c.kind in ("function", "scope", "primitive")]
     if rules:

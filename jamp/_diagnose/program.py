@@ -138,7 +138,6 @@ class Program:
 
 
 def make_program(subject: Subject, settings: Settings) -> Program:
-    """Traces a subject under some settings."""
     slots = [i for i, leaf in enumerate(subject.leaves) if trace.is_array(leaf)]
     arrays = [subject.leaves[slot] for slot in slots]
     labels: list[str] = []
@@ -192,7 +191,6 @@ def make_program(subject: Subject, settings: Settings) -> Program:
 
 
 def _label(name: str, path: Path, subject: Subject) -> str:
-    """What a part of a result of this name is called."""
     if name == "state":
         return f"state of {_label_of(_in_module(path, subject.modules or {}))}"
     return name + jax.tree_util.keystr(path)

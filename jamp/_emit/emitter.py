@@ -39,8 +39,6 @@ def emit(plan: Plan, arrays: Sequence[Any]) -> list[Any]:
 
 
 class Emitter:
-    """Runs a plan and those inside of it."""
-
     def __init__(self) -> None:
         self._programs: dict[Any, Any] = {}
         # Jitted functions by what they compute.

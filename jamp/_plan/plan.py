@@ -21,8 +21,6 @@ from jamp._tracing.regions import Options, Scope
 
 
 class Context(NamedTuple):
-    """What holds around the equations being planned."""
-
     scope: Scope  # named scopes and the region
     # The ruling of the listed function they stand in, if it settles them.
     forced: Ruling | None = None
@@ -93,8 +91,6 @@ class Structural(Action):
 
 @dataclass(frozen=True)
 class Step:
-    """Actions that have one source."""
-
     source: tuple[JaxprEqn, ...]  # what they stem from, and the calls around it
     actions: list[Action] = field(default_factory=list)
 
@@ -297,5 +293,4 @@ class Equation(NamedTuple):
             self.plan.changed |= plan.changed
 
     def note_operands(self) -> None:
-        """Records the dtypes in which operands come."""
         self.caster.record.operands = tuple([v.dtype for v in self.operands])

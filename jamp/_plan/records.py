@@ -70,8 +70,6 @@ class Conversion(NamedTuple):
 
 @dataclass(slots=True)
 class Record:
-    """What was decided for one equation."""
-
     eqn: JaxprEqn
     ruling: Ruling  # the rule that held, and where it came from
     scope: tuple[str, ...]  # the user's named scopes around it, outermost first
