@@ -45,6 +45,11 @@ def under_trace(arrays: Iterable[Any]) -> bool:
     )
 
 
+def trace_of(tracer: Any) -> Any:
+    # Nothing public tells of which trace a tracer is.
+    return tracer._trace
+
+
 def primitive_names() -> frozenset[str]:
     """Names of all primitives that a supported release of JAX knows how to lower."""
     known: set[Primitive] = set(_lowerings)

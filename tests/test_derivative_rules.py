@@ -149,3 +149,34 @@ def test_a_derivative_that_does_not_depend_on_the_tangent_is_kept():
     _, tangent = jax.jvp(jamp.autocast(forward), (X,), (X,))
     gradient = jax.grad(jamp.autocast(lambda x: jnp.sum(backward(x))))(X)
     np.testing.assert_array_equal([tangent, gradient], [threes, threes])
+
+
+def closing_over_an_argument(x, w):
+    """A function whose backward rule reads an argument of the function around it."""
+    product = jax.custom_vjp(lambda x: x @ w)
+    product.defvjp(lambda x: (product(x), None), lambda _, g: (g @ w.T,))
+    return jnp.sum(product(x))
+
+
+@pytest.mark.parametrize("transform", [lambda fn: fn, jax.jit])
+def test_a_rule_that_closes_over_an_argument_is_named_with_the_way_out(transform):
+    gradient = jax.grad(closing_over_an_argument)(X, X)
+    words = (
+        "test_derivative_rules.py:.*closes over.*as an argument.*autocast\\(jax.grad"
+    )
+    with pytest.raises(jamp.JampError, match=words):
+        transform(jax.grad(jamp.autocast(closing_over_an_argument)))(X, X)
+    inside = transform(jamp.autocast(jax.grad(closing_over_an_argument)))(X, X)
+    np.testing.assert_allclose(inside, gradient, rtol=2e-2)
+
+
+@pytest.mark.parametrize("transform", [lambda fn: fn, jax.jit, jax.vmap])
+def test_a_rule_may_close_over_what_is_traced_outside_of_autocast(transform):
+    def gradient(w):
+        return jax.grad(jamp.autocast(lambda x: closing_over_an_argument(x, w)))(X)
+
+    w = jnp.stack([X, X + 1])
+    expected = jnp.broadcast_to(w.sum(-1)[:, None], (2, 2, 2))
+    if transform is not jax.vmap:
+        w, expected = w[0], expected[0]
+    np.testing.assert_allclose(transform(gradient)(w), expected, rtol=2e-2)

@@ -22,7 +22,8 @@ from jamp import _dtypes
 from jamp._compat import scan_counts
 from jamp._emit.conversion import convert, convert_all
 from jamp._emit.emitter import Arrays, Emitter, emit, emits
-from jamp._equations import bind
+from jamp._equations import bind, constants
+from jamp._errors import AutocastError
 from jamp._plan.derivative_rules import (
     VjpRules,
     call_of,
@@ -33,7 +34,9 @@ from jamp._plan.derivative_rules import (
 from jamp._plan.plan import Plan, Structural
 from jamp._plan.planner import inputs_like, plan_program
 from jamp._plan.values import Value
+from jamp._tracing.origin import location
 from jamp._tracing.regions import tracing
+from jamp._tracing.trace import outlived
 
 
 @emits("jit")
@@ -191,7 +194,7 @@ def emit_custom_jvp(
     def rule(primals: Any, tangents: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         slots = [s for s in differentiable(eqn) if not _is_zero(tangents[s])]
         taken = [tangents[slot] for slot in slots]
-        program = trace_jvp(eqn, action.context.region, slots)
+        program = _checked(eqn, trace_jvp(eqn, action.context.region, slots))
         # JAX may transpose what computes the tangents.
         context = action.context._replace(linear=True)
         values = [*_inputs(action), *map(Value, map(jax.typeof, taken))]
@@ -220,7 +223,8 @@ def emit_custom_vjp(
 
     def fwd(*primals: Any) -> tuple[tuple[Any, ...], Any]:
         slots = tuple(s for s in differentiable(eqn) if primals[s].perturbed)
-        plan = plan_program(rules.forward(slots), _inputs(action), context)
+        forward = _checked(eqn, rules.forward(slots))
+        plan = plan_program(forward, _inputs(action), context)
         results = emit(plan, [primal.value for primal in primals])
         pullback = Partial(pullback_of(slots), results[outs:])
         return _in_dtypes(results[:outs], plan, inner.dtypes), pullback
@@ -229,7 +233,7 @@ def emit_custom_vjp(
     def pullback_of(slots: tuple[int, ...]) -> Callable[..., tuple[Any, ...]]:
         def pullback(residuals: list[Any], cotangents: Any) -> tuple[Any, ...]:
             zeros = tuple(takes_zeros and _is_zero(ct) for ct in cotangents)
-            backward = rules.backward(slots, zeros)
+            backward = _checked(eqn, rules.backward(slots, zeros))
             taken = [*residuals, *map(_instantiated, cotangents)]
             plan = plan_program(backward, inputs_like(backward, taken), context)
             dtypes = [action.operands[slot].dtype for slot in slots]
@@ -273,6 +277,19 @@ def emit_custom_vmap(
     function.def_vmap(rule)
     results: Sequence[Any] = function(*arrays)
     return results
+
+
+def _checked(eqn: JaxprEqn, rule: Any) -> Any:
+    """The program of a rule, unless JAX asks too late for it."""
+    if any(map(outlived, constants(rule))):
+        raise AutocastError(
+            f"{location(eqn) or eqn.primitive.name}: a derivative rule of "
+            f"{_name(eqn)!r} closes over a value of the function under autocast, and "
+            "JAX asks for the rule when that function has run, as it does under "
+            "jax.jit: pass the value to it as an argument, or differentiate inside, as "
+            "in jamp.autocast(jax.grad(fn))"
+        )
+    return rule
 
 
 def _inputs(action: Structural) -> list[Value]:

@@ -5,11 +5,13 @@ import inspect
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import jax
 
 from jamp import _dtypes
 from jamp import _primitives as primitives
+from jamp._compat import trace_of
 from jamp._equations import constants, equations
 from jamp._tracing import regions
 from jamp._tracing.checks import is_array as is_array
@@ -24,6 +26,14 @@ class Traced(NamedTuple):
     # Whether an equal call would be traced the same. Arrays that it closes over may be
     # others then, as the parameters of a module are after an update.
     repeatable: bool
+
+
+_finished: WeakSet[Any] = WeakSet()
+
+
+def outlived(value: Any) -> bool:
+    """Whether a value stems from a trace of a function that is finished."""
+    return isinstance(value, jax.core.Tracer) and trace_of(value) in _finished
 
 
 def with_arrays(
@@ -62,6 +72,7 @@ def trace(fn: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> T
         out["static"] = [None if is_array(leaf) else (leaf,) for leaf in found]
         pairs = zip(found, in_functions(result), strict=True)
         out["kept"] = [keeps for leaf, keeps in pairs if is_array(leaf)]
+        _finished.update(map(trace_of, arrays[:1]))
         return [leaf for leaf in found if is_array(leaf)]
 
     pass_for(fn, flat)
