@@ -111,6 +111,40 @@ def test_filtered_transforms_of_equinox_stand_inside_autocast(eqx, mlp):
     near((value, gradients), step(mlp, X, Y), 0.05)
 
 
+def test_gradients_of_a_scaled_loss_of_an_equinox_module_are_as_equinox_gives_them(
+    eqx, mlp
+):
+    state = jamp.GradScaler(init_scale=8.0).init()
+    value, gradients = jamp.value_and_grad(loss)(state, mlp, X, Y)
+    wanted_value, wanted = eqx.filter_value_and_grad(loss)(mlp, X, Y)
+    assert jax.tree.structure(gradients) == jax.tree.structure(wanted)
+    wanted = jax.tree.map(lambda gradient: 8 * gradient, wanted)
+    near((value, gradients), (wanted_value, wanted), 1e-5)
+    of_both = jamp.value_and_grad(lambda x, model: loss(model, x, Y), argnums=(1, 0))
+    _, (of_model, of_x) = of_both(state, X, mlp)
+    near(of_model, gradients, 1e-5)
+    assert of_x.shape == X.shape
+
+
+def test_an_equinox_module_is_trained_with_loss_scaling(eqx, mlp):
+    tx = jamp.dynamic_loss_scaling(optax.adam(0.02))
+    scaled_loss = jamp.value_and_grad(gpu(loss, dtype=jnp.float16))
+
+    @eqx.filter_jit
+    def step(model, state):
+        value, gradients = scaled_loss(state, model, X, Y)
+        params = eqx.filter(model, eqx.is_inexact_array)
+        updates, state = tx.update(gradients, state, params)
+        return eqx.apply_updates(model, updates), state, value
+
+    model, state, curve = mlp, tx.init(eqx.filter(mlp, eqx.is_inexact_array)), []
+    for _ in range(10):
+        model, state, value = step(model, state)
+        curve.append(float(value))
+    assert curve[-1] < curve[0] / 2
+    assert not state.skipped_steps
+
+
 def test_an_equinox_model_trains_like_float32(eqx, mlp):
     curves = []
     optimizer = optax.adam(0.02)

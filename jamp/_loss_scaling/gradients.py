@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from numbers import Integral
+from numbers import Integral, Number
 from typing import Any, Never
 
 import jax
@@ -13,7 +13,7 @@ from jamp._errors import ScalerTypeError
 from jamp._loss_scaling.arguments import is_number, scaled
 from jamp._loss_scaling.transformation import find_scale
 from jamp._tracing import nnx_modules
-from jamp._tracing.checks import check_function
+from jamp._tracing.checks import check_function, is_array
 
 
 def value_and_grad(
@@ -26,7 +26,9 @@ def value_and_grad(
     """Like `jax.value_and_grad`, of a loss that is scaled for an optimizer.
 
     With a module of `flax.nnx` among the arguments it is like `nnx.value_and_grad`: the
-    gradients are an `nnx.State`, and the module keeps what the loss changes in it.
+    gradients are an `nnx.State`, and the module keeps what the loss changes in it. Of a
+    tree that holds more than arrays and numbers, as modules of Equinox do, it is like
+    `equinox.filter_value_and_grad`: gradients have None for what is no inexact array.
 
     Args:
       loss_fn: the loss, a function that returns a scalar.
@@ -44,9 +46,7 @@ def value_and_grad(
       ScalerTypeError: the loss is no real number, or `has_aux` does not fit what
         `loss_fn` returns.
     """
-
     numbers = argnums if isinstance(argnums, Sequence) else (argnums,)
-    # What is no number here may be the optimizer's state.
     fine = all(isinstance(number, Integral) for number in numbers)
     check_function("value_and_grad", loss_fn, inputs if fine else (argnums, *inputs))
 
@@ -64,18 +64,64 @@ def value_and_grad(
             return scaled(scale, loss), value
 
         if isinstance(inspect.unwrap(loss_fn), functools.partial):
-            # flax.nnx takes the keywords that a partial has bound for arguments, if it
-            # sees its signature.
+            # flax.nnx would take the keywords that it has bound for arguments.
             del with_scale.__wrapped__
-        differentiate = nnx_modules.value_and_grad(args, kwargs)(
-            with_scale, argnums=argnums, has_aux=True, **options
-        )
+        transform = nnx_modules.value_and_grad(args, kwargs)
+        known = numbers if transform is jax.value_and_grad else ()
+        fn, args, trees = _of_arrays(with_scale, args, known)
+        differentiate = transform(fn, argnums=argnums, has_aux=True, **options)
         (_, value), grads = differentiate(*args, **kwargs)
-        return value, grads
+        return value, _filled(trees, argnums, grads)
 
     # The signature of the loss lacks the first argument.
     del scaled_value_and_grad.__wrapped__
     return scaled_value_and_grad
+
+
+def _of_arrays(
+    fn: Callable[..., Any], args: tuple[Any, ...], numbers: Sequence[int]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[int, Any]]:
+    """A function of the inexact arrays alone, where its arguments are more than arrays.
+
+    And those arguments, and by their numbers the structures of the trees they were.
+    """
+    there = range(-len(args), len(args))
+    held = {n: jax.tree.flatten(args[n]) for n in numbers if n in there}
+    held = {n: found for n, found in held.items() if not all(map(_is_plain, found[0]))}
+    if not held:
+        return fn, args, {}
+
+    @functools.wraps(fn)
+    def of_arrays(*args: Any, **kwargs: Any) -> Any:
+        filled = list(args)
+        for n, (leaves, tree) in held.items():
+            pairs = zip(args[n], leaves, strict=True)
+            filled[n] = jax.tree.unflatten(
+                tree, [leaf if array is None else array for array, leaf in pairs]
+            )
+        return fn(*filled, **kwargs)
+
+    arrays = list(args)
+    for n, (leaves, _) in held.items():
+        arrays[n] = [leaf if _is_inexact(leaf) else None for leaf in leaves]
+    return of_arrays, tuple(arrays), {n: tree for n, (_, tree) in held.items()}
+
+
+def _is_plain(leaf: Any) -> bool:
+    return is_array(leaf) or isinstance(leaf, Number)
+
+
+def _is_inexact(leaf: Any) -> bool:
+    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def _filled(trees: dict[int, Any], argnums: int | Sequence[int], grads: Any) -> Any:
+    """Gradients in the structures of the arguments that were more than arrays."""
+    if isinstance(argnums, Sequence):
+        pairs = zip(argnums, grads, strict=True)
+        return tuple(_filled(trees, number, grad) for number, grad in pairs)
+    tree = trees.get(argnums)
+    return grads if tree is None else jax.tree.unflatten(tree, grads)
 
 
 def _loss_in(value: Any, has_aux: bool) -> Any:
