@@ -184,3 +184,35 @@ def test_a_single_float16_array_has_no_path():
         tx.init({"a": {"b": half}})
     with pytest.raises(ScalerError, match="FP16 gradients: the gradients are float16"):
         jamp.GradScaler().unscale(state_of(8.0), half)
+
+
+def test_what_stands_before_the_wrapper_in_a_chain_is_warned_of_at_the_users_line():
+    tx = optax.chain(optax.clip_by_global_norm(1.0), TX)
+    message = r"\(EmptyState\) sees scaled gradients"
+    for state in (tx.init(W), {"opt_state": optax.chain(tx).init(W)}):
+        with pytest.warns(jamp.JampWarning, match=message) as warned:
+            jamp.value_and_grad(jnp.sum)(state, W)
+        assert [warning.filename for warning in warned] == [__file__]
+
+
+AFTER = {
+    "after it": lambda: optax.chain(TX, optax.scale(0.5)).init(W),
+    "in it": lambda: jamp.dynamic_loss_scaling(optax.chain(optax.clip(1.0))).init(W),
+    "beside it": lambda: (W, TX.init(W)),
+    "around it": lambda: optax.apply_if_finite(TX, 2).init(W),
+}
+
+
+@pytest.mark.parametrize("place", AFTER)
+def test_what_stands_elsewhere_is_not_warned_of(place):
+    assert jamp.loss_scale(AFTER[place]()) == 2.0**16
+
+
+def test_the_norm_tells_gradients_that_were_not_scaled():
+    state = TX.init(W)
+    for grads, norm in (
+        (jamp.value_and_grad(jnp.sum)(state, W)[1], 2**0.5),
+        (jax.grad(jnp.sum)(W), 2**0.5 / 2.0**16),
+    ):
+        found = jamp.metrics(state, grads)["grad_norm"]
+        np.testing.assert_allclose(found, norm, rtol=1e-6)

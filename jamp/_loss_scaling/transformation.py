@@ -1,5 +1,7 @@
 """Loss scaling inside an optax optimizer, and the functions of a training loop."""
 
+import itertools
+import warnings
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Never
 
@@ -8,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from jamp._autocast import as_written
-from jamp._errors import ScalerError, ScalerTypeError, did_you_mean
+from jamp._errors import JampWarning, ScalerError, ScalerTypeError, did_you_mean
 from jamp._loss_scaling.arguments import (
     differences,
     instances,
@@ -17,6 +19,7 @@ from jamp._loss_scaling.arguments import (
     select,
 )
 from jamp._loss_scaling.scaler import GradScaler, ScalerState
+from jamp._tracing.origin import users_level
 from jamp.pallas_kernels import unscale_and_check
 
 
@@ -264,10 +267,37 @@ def find_scale(tree: Any, hint: str = "") -> jax.Array:
     return jnp.asarray(state.scale)
 
 
+def _ends_in_scaling(node: Any) -> bool:
+    """Whether a node is the state of a chain with something before the wrapper."""
+    return type(node) is tuple and any(
+        isinstance(state, DynamicLossScalingState) for state in node[1:]
+    )
+
+
+def _warn_before(node: Any) -> None:
+    if not _ends_in_scaling(node):
+        return
+    states = itertools.takewhile(
+        lambda state: not isinstance(state, DynamicLossScalingState), node
+    )
+    kinds = [type(state) for state in states]
+    # Not a tuple of the user's own.
+    if all(kind.__module__.startswith("optax.") for kind in kinds):
+        before = ", ".join(kind.__name__ for kind in kinds)
+        warnings.warn(
+            "in an optax.chain, what stands before jamp.dynamic_loss_scaling "
+            f"({before}) sees scaled gradients, and a clip leaves next to nothing "
+            "of them: wrap the whole chain",
+            JampWarning,
+            stacklevel=users_level(),
+        )
+
+
 def find_state(tree: Any, hint: str = "") -> Any:
     """The state of loss scaling in a tree; an error, which ends in a hint, if none."""
     found = instances(tree, (DynamicLossScalingState, ScalerState))
     if len(found) == 1:
+        jax.tree.map(_warn_before, tree, is_leaf=_ends_in_scaling)
         return found[0]
     if found:
         raise ScalerError(
