@@ -17,10 +17,15 @@ CPU_INFO = Path("/proc/cpuinfo")
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "torch", "jmp", "jaxamp")
 
 
-def write_results(name: str, figures: dict[str, Any]) -> Path:
-    """Writes `results/NAME-DEVICE-jaxVERSION.json` and returns its path."""
+def results_path(name: str) -> Path:
+    """`results/NAME-DEVICE-jaxVERSION.json`."""
     release = ".".join(jax.__version__.split(".")[:2])
-    path = RESULTS / f"{name}-{device_name()}-jax{release}.json"
+    return RESULTS / f"{name}-{device_name()}-jax{release}.json"
+
+
+def write_results(name: str, figures: dict[str, Any]) -> Path:
+    """Writes the file of that path, with what the figures depend on."""
+    path = results_path(name)
     path.parent.mkdir(exist_ok=True)
     return write_json(path, {"environment": environment(), "figures": figures})
 
