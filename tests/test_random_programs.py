@@ -236,6 +236,16 @@ def of_dense(name):
     return Program(("m",), (Form(name, "m", "c", bodies, Leaf("x")),))
 
 
+def test_a_rule_without_a_gradient_for_some_operands_in_a_loop_in_a_branch():
+    mean = Call("means", (Leaf("x"),))
+    ruled = Form("custom_vjp", "v", "c3", (Leaf("c3"),), Leaf("c1"))
+    branches = (mean, Form("scan", "v", "c3", (mean,), ruled))
+    inner = Form("scan", "v", "c2", (Leaf("c1"),), Leaf("c1"))
+    rows = Call("matmul", (Leaf("x"), Leaf("w")))
+    body = Form("cond", "v", "c2", branches, inner)
+    check_gradients(Program(("m",), (Form("map", "m", "c1", (body,), rows),)))
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_a_compiled_form_gives_what_its_equations_give(name):
     program = of_dense(name)

@@ -238,7 +238,9 @@ def emit_custom_vjp(
             plan = plan_program(backward, inputs_like(backward, taken), context)
             dtypes = [action.operands[slot].dtype for slot in slots]
             gradients = _in_dtypes(emit(plan, taken), plan, dtypes)
-            found = zip(slots, gradients, zero_results(backward), strict=True)
+            # Those of other rules are arrays: JAX 0.10 fails on zeros in some loops.
+            zeros = tuple(takes_zeros and zero for zero in zero_results(backward))
+            found = zip(slots, gradients, zeros, strict=True)
             known = {slot: None if zero else ct for slot, ct, zero in found}
             return tuple(known.get(slot) for slot in range(len(action.operands)))
 
