@@ -239,8 +239,8 @@ def emit_custom_vjp(
             dtypes = [action.operands[slot].dtype for slot in slots]
             gradients = _in_dtypes(emit(plan, taken), plan, dtypes)
             # Those of other rules are arrays: JAX 0.10 fails on zeros in some loops.
-            zeros = tuple(takes_zeros and zero for zero in zero_results(backward))
-            found = zip(slots, gradients, zeros, strict=True)
+            symbolic = [takes_zeros and zero for zero in zero_results(backward)]
+            found = zip(slots, gradients, symbolic, strict=True)
             known = {slot: None if zero else ct for slot, ct, zero in found}
             return tuple(known.get(slot) for slot in range(len(action.operands)))
 
