@@ -21,6 +21,10 @@ def cross_entropy(logits: Any, labels: Any) -> Any:
     return losses.mean()
 
 
+def next_token(logits: Any, tokens: Any) -> Any:
+    return cross_entropy(logits, jnp.roll(tokens, -1, 1))
+
+
 @program("flax")
 def flax_linen_transformer() -> Training:
     """A transformer encoder of flax.linen on tokens."""
@@ -40,7 +44,7 @@ def flax_linen_transformer() -> Training:
     params = model.init(KEY, TOKENS)
 
     def loss(params: Any, tokens: Any) -> Any:
-        return cross_entropy(model.apply(params, tokens), jnp.roll(tokens, -1, 1))
+        return next_token(model.apply(params, tokens), tokens)
 
     return Training(loss, params, TOKENS)
 
@@ -100,7 +104,7 @@ def equinox_attention() -> Training:
 
     def loss(params: Any, tokens: Any) -> Any:
         model = eqx.combine(params, static)
-        return cross_entropy(jax.vmap(model)(tokens), jnp.roll(tokens, -1, 1))
+        return next_token(jax.vmap(model)(tokens), tokens)
 
     return Training(loss, params, TOKENS)
 
@@ -123,7 +127,7 @@ def haiku_lstm() -> Training:
     params = model.init(KEY, TOKENS)
 
     def loss(params: Any, tokens: Any) -> Any:
-        return cross_entropy(model.apply(params, tokens), jnp.roll(tokens, -1, 1))
+        return next_token(model.apply(params, tokens), tokens)
 
     return Training(loss, params, TOKENS)
 
@@ -150,6 +154,14 @@ def haiku_residual_network() -> Training:
     return Training(loss, params, (IMAGES, LABELS))
 
 
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+}
+
+
 def of_transformers(model: Any, loss: Any, batch: Any) -> Training:
     return Training(
         lambda params, batch: loss(model(**batch, params=params), batch),
@@ -168,7 +180,7 @@ def transformers_gpt2() -> Training:
     config = GPT2Config(vocab_size=50, n_positions=16, n_embd=32, n_layer=2, n_head=4)
     return of_transformers(
         FlaxGPT2LMHeadModel(config, input_shape=(1, 16)),
-        lambda out, b: cross_entropy(out.logits, jnp.roll(b["input_ids"], -1, 1)),
+        lambda out, b: next_token(out.logits, b["input_ids"]),
         {"input_ids": TOKENS},
     )
 
@@ -180,10 +192,7 @@ def transformers_bert() -> Training:
 
     config = BertConfig(
         vocab_size=50,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
+        **SIZES,
         max_position_embeddings=16,
         num_labels=4,
     )
@@ -201,15 +210,12 @@ def transformers_llama() -> Training:
 
     config = LlamaConfig(
         vocab_size=50,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
+        **SIZES,
         max_position_embeddings=16,
     )
     return of_transformers(
         FlaxLlamaForCausalLM(config, input_shape=(1, 16)),
-        lambda out, b: cross_entropy(out.logits, jnp.roll(b["input_ids"], -1, 1)),
+        lambda out, b: next_token(out.logits, b["input_ids"]),
         {"input_ids": TOKENS},
     )
 
@@ -220,10 +226,7 @@ def transformers_vit() -> Training:
     from transformers import FlaxViTForImageClassification, ViTConfig
 
     config = ViTConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
+        **SIZES,
         image_size=16,
         patch_size=4,
         num_labels=4,

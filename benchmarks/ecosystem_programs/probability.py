@@ -256,11 +256,20 @@ def blackjax_window() -> Computation:
     return Computation(adapt, regression())
 
 
+def of_dynamax(model: Any, params: Any, props: Any, emissions: Any) -> Training:
+    from dynamax.parameters import from_unconstrained, to_unconstrained
+
+    def loss(params: Any, batch: Any) -> Array:
+        params = from_unconstrained(params, props)
+        return -model.marginal_log_prob(params, batch) / len(batch)
+
+    return Training(loss, to_unconstrained(params, props), emissions, 3e-2)
+
+
 @program("dynamax")
 def dynamax_hmm() -> Training:
     """A hidden Markov model with Gaussian emissions, by its marginal likelihood."""
     from dynamax.hidden_markov_model import GaussianHMM
-    from dynamax.parameters import from_unconstrained, to_unconstrained
 
     model = GaussianHMM(3, 2)
     emissions = two_moons(64)
@@ -270,28 +279,19 @@ def dynamax_hmm() -> Training:
         emission_covariances=jnp.tile(jnp.eye(2), (3, 1, 1)),
     )
 
-    def loss(params: Any, batch: Any) -> Array:
-        params = from_unconstrained(params, props)
-        return -model.marginal_log_prob(params, batch) / len(batch)
-
-    return Training(loss, to_unconstrained(params, props), emissions, 3e-2)
+    return of_dynamax(model, params, props, emissions)
 
 
 @program("dynamax")
 def dynamax_kalman() -> Training:
     """A linear Gaussian state space model, by a Kalman filter's likelihood."""
     from dynamax.linear_gaussian_ssm import LinearGaussianSSM
-    from dynamax.parameters import from_unconstrained, to_unconstrained
 
     model = LinearGaussianSSM(4, 2)
     params, props = model.initialize(jax.random.key(0))
     emissions = jnp.cumsum(0.3 * normals(48, 2), 0)
 
-    def loss(params: Any, batch: Any) -> Array:
-        params = from_unconstrained(params, props)
-        return -model.marginal_log_prob(params, batch) / len(batch)
-
-    return Training(loss, to_unconstrained(params, props), emissions, 3e-2)
+    return of_dynamax(model, params, props, emissions)
 
 
 @program("tinygp")
