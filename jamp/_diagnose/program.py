@@ -17,6 +17,7 @@ from jamp._equations import equations
 from jamp._errors import AutocastError, AutocastTypeError
 from jamp._plan.planner import make_plan
 from jamp._tracing import nnx_modules, origin, regions, trace
+from jamp._tracing.checks import is_array
 
 Line = tuple[str, int]
 # A root, `args` or `kwargs`, and the keys that lead from it to a leaf.
@@ -55,7 +56,7 @@ class Subject:
         fn, args, kwargs = nnx_modules.unwrap(fn, args, kwargs)
         call = nnx_modules.prepare(fn, args, kwargs)
         leaves, tree = jax.tree.flatten((call.args, call.kwargs))
-        arrays = [leaf for leaf in leaves if trace.is_array(leaf)]
+        arrays = [leaf for leaf in leaves if is_array(leaf)]
         if not arrays:
             raise AutocastTypeError("diagnose runs the function: give it some arrays")
         if any(isinstance(x, (jax.core.Tracer, jax.ShapeDtypeStruct)) for x in arrays):
@@ -90,7 +91,7 @@ class Subject:
 
 
 def _is_floating(leaf: Any) -> bool:
-    return trace.is_array(leaf) and jax.numpy.issubdtype(leaf.dtype, np.floating)
+    return is_array(leaf) and jax.numpy.issubdtype(leaf.dtype, np.floating)
 
 
 def _find_paths(
@@ -138,7 +139,7 @@ class Program:
 
 
 def make_program(subject: Subject, settings: Settings) -> Program:
-    slots = [i for i, leaf in enumerate(subject.leaves) if trace.is_array(leaf)]
+    slots = [i for i, leaf in enumerate(subject.leaves) if is_array(leaf)]
     arrays = [subject.leaves[slot] for slot in slots]
     labels: list[str] = []
     chosen = subject.differentiated
@@ -158,7 +159,7 @@ def make_program(subject: Subject, settings: Settings) -> Program:
         found = []
         for name, part in parts.items():
             for path, leaf in jax.tree.leaves_with_path(part):
-                if trace.is_array(leaf):
+                if is_array(leaf):
                     found.append(leaf)
                     labels.append(_label(name, path, subject))
         return found
@@ -212,7 +213,7 @@ def _loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
 
 
 def _described(value: Any) -> str:
-    if not trace.is_array(value):
+    if not is_array(value):
         return type(value).__name__
     return f"an array of shape {value.shape} and dtype {value.dtype}"
 

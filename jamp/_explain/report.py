@@ -23,7 +23,7 @@ from jamp._explain.operations import (
 from jamp._explain.residuals import Residuals, bytes_by_dtype, residuals_of_call
 from jamp._plan.planner import make_plan
 from jamp._tracing import nnx_modules, regions, trace
-from jamp._tracing.checks import check_function
+from jamp._tracing.checks import check_function, is_array
 from jamp._tracing.regions import Options, Scope
 
 
@@ -153,7 +153,7 @@ def explain(
             (options,) = enabled
         # The arrays of each argument, in the order of the leaves of (args, kwargs).
         arguments = [*call.args, *(call.kwargs[name] for name in sorted(call.kwargs))]
-        arrays = [[*filter(trace.is_array, jax.tree.leaves(a))] for a in arguments]
+        arrays = [[*filter(is_array, jax.tree.leaves(a))] for a in arguments]
 
         plan = make_plan(traced.program, [*chain(*arrays)], options)
         kept = None

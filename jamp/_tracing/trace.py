@@ -14,8 +14,7 @@ from jamp import _primitives as primitives
 from jamp._compat import trace_of
 from jamp._equations import constants, equations
 from jamp._tracing import regions
-from jamp._tracing.checks import is_array as is_array
-from jamp._tracing.checks import refuse_made
+from jamp._tracing.checks import is_array, refuse_made
 from jamp._tracing.functions import in_functions, widening
 from jamp._tracing.regions import Options
 
