@@ -68,10 +68,10 @@ def value_and_grad(
             del with_scale.__wrapped__
         transform = nnx_modules.value_and_grad(args, kwargs)
         known = numbers if transform is jax.value_and_grad else ()
-        fn, args, trees = _of_arrays(with_scale, args, known)
+        fn, args = _of_arrays(with_scale, args, known)
         differentiate = transform(fn, argnums=argnums, has_aux=True, **options)
         (_, value), grads = differentiate(*args, **kwargs)
-        return value, _filled(trees, argnums, grads)
+        return value, grads
 
     # The signature of the loss lacks the first argument.
     del scaled_value_and_grad.__wrapped__
@@ -80,48 +80,39 @@ def value_and_grad(
 
 def _of_arrays(
     fn: Callable[..., Any], args: tuple[Any, ...], numbers: Sequence[int]
-) -> tuple[Callable[..., Any], tuple[Any, ...], dict[int, Any]]:
-    """A function of the inexact arrays alone, where its arguments are more than arrays.
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A function and arguments that have None for what is no inexact array.
 
-    And those arguments, and by their numbers the structures of the trees they were.
+    In those only that are trees of more than arrays and numbers.
     """
     there = range(-len(args), len(args))
-    held = {n: jax.tree.flatten(args[n]) for n in numbers if n in there}
-    held = {n: found for n, found in held.items() if not all(map(_is_plain, found[0]))}
+    held = {n: args[n] for n in numbers if n in there and not _is_plain(args[n])}
     if not held:
-        return fn, args, {}
+        return fn, args
+
+    def inexact(leaf: Any) -> Any:
+        floating = is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+        return leaf if floating else None
+
+    def filled(array: Any, leaf: Any) -> Any:
+        return leaf if array is None else array
 
     @functools.wraps(fn)
     def of_arrays(*args: Any, **kwargs: Any) -> Any:
-        filled = list(args)
-        for n, (leaves, tree) in held.items():
-            pairs = zip(args[n], leaves, strict=True)
-            filled[n] = jax.tree.unflatten(
-                tree, [leaf if array is None else array for array, leaf in pairs]
-            )
-        return fn(*filled, **kwargs)
+        every = list(args)
+        for n, tree in held.items():
+            every[n] = jax.tree.map(filled, args[n], tree, is_leaf=lambda a: a is None)
+        return fn(*every, **kwargs)
 
     arrays = list(args)
-    for n, (leaves, _) in held.items():
-        arrays[n] = [leaf if _is_inexact(leaf) else None for leaf in leaves]
-    return of_arrays, tuple(arrays), {n: tree for n, (_, tree) in held.items()}
+    for n, tree in held.items():
+        arrays[n] = jax.tree.map(inexact, tree)
+    return of_arrays, tuple(arrays)
 
 
-def _is_plain(leaf: Any) -> bool:
-    return is_array(leaf) or isinstance(leaf, Number)
-
-
-def _is_inexact(leaf: Any) -> bool:
-    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
-
-
-def _filled(trees: dict[int, Any], argnums: int | Sequence[int], grads: Any) -> Any:
-    """Gradients in the structures of the arguments that were more than arrays."""
-    if isinstance(argnums, Sequence):
-        pairs = zip(argnums, grads, strict=True)
-        return tuple(_filled(trees, number, grad) for number, grad in pairs)
-    tree = trees.get(argnums)
-    return grads if tree is None else jax.tree.unflatten(tree, grads)
+def _is_plain(tree: Any) -> bool:
+    leaves = jax.tree.leaves(tree)
+    return all(is_array(leaf) or isinstance(leaf, Number) for leaf in leaves)
 
 
 def _loss_in(value: Any, has_aux: bool) -> Any:
