@@ -14,19 +14,8 @@ import optax
 
 from jamp._autocast import as_written
 from jamp._errors import ScalerError, ScalerTypeError
-from jamp._loss_scaling.arguments import (
-    LARGEST,
-    LARGEST_COUNT,
-    any_of,
-    check_arrays,
-    check_types,
-    instances,
-    new_scale_of,
-    refuse_float16,
-    saved_numbers,
-    scaled,
-    select,
-)
+from jamp._loss_scaling import arguments
+from jamp._loss_scaling.arguments import LARGEST, LARGEST_COUNT, any_of, select
 from jamp.pallas_kernels import unscale_and_check
 
 _KEYS = "scale growth_factor backoff_factor growth_interval _growth_tracker".split()
@@ -103,7 +92,7 @@ class GradScaler:
                 "a jamp.GradScaler has no device, and takes its options by name, as in "
                 f"GradScaler(init_scale=1024.0): got {device!r}"
             )
-        check_types(vars(self))
+        arguments.check_types(vars(self))
         low, high = self.min_scale, self.max_scale
         positive = low is None or self.backoff_factor > 0
         for fine, problem in (
@@ -140,7 +129,7 @@ class GradScaler:
         _check_state(state if outputs is not None else None, "scale(state, loss)")
         if not self.enabled:
             return outputs
-        return scaled(state.scale, outputs)
+        return arguments.scaled(state.scale, outputs)
 
     # Gradients taken under an autocast are in 16 bits, in which they would vanish.
     @as_written
@@ -161,8 +150,9 @@ class GradScaler:
         _check_state(state, "unscale(state, grads)")
         if not self.enabled:
             return grads, jnp.array(False)
-        refuse_float16(grads, "Attempting to unscale FP16 gradients: the gradients")
-        check_arrays(grads)
+        what = "Attempting to unscale FP16 gradients: the gradients"
+        arguments.refuse_float16(grads, what)
+        arguments.check_arrays(grads)
         inverse = 1 / state.scale
         unscaled, found_inf = unscale_and_check(grads, inverse)
         # Where denormal numbers are flushed, the inverse of a scale above 2**126 is
@@ -190,7 +180,7 @@ class GradScaler:
         if not self.enabled:
             return state
         if new_scale is not None:
-            return state._replace(scale=new_scale_of(state.scale, new_scale))
+            return state._replace(scale=arguments.new_scale_of(state.scale, new_scale))
         found = any_of(found_inf, "update")
         overflows = jnp.minimum(state.hysteresis_tracker + 1, self.hysteresis)
         backs_off = found & (overflows >= self.hysteresis)
@@ -244,7 +234,7 @@ class GradScaler:
             raise ScalerTypeError(
                 f"the optimizer comes second: scaler.{call}; got {type(tx).__name__}"
             )
-        if instances(opt_state, ScalerState):
+        if arguments.instances(opt_state, ScalerState):
             raise ScalerError(
                 "the optimizer is one of jamp.dynamic_loss_scaling, which unscales and "
                 "skips by itself: call its update, or hand step the inner optimizer"
@@ -304,7 +294,7 @@ class GradScaler:
                 "disabled instance of GradScaler."
             )
         low, high = options.get("min_scale", cls.min_scale), options.get("max_scale")
-        numbers = saved_numbers(state_dict, _KEYS, negative=low is None)
+        numbers = arguments.saved_numbers(state_dict, _KEYS, negative=low is None)
         scale, growth_factor, backoff_factor, interval, tracker = numbers
         scale = scale if low is None else max(scale, low)
         scale = scale if high is None else min(scale, high)

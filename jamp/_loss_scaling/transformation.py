@@ -1,6 +1,5 @@
 """Loss scaling inside an optax optimizer, and the functions of a training loop."""
 
-import itertools
 import warnings
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Never
@@ -11,13 +10,8 @@ import optax
 
 from jamp._autocast import as_written
 from jamp._errors import JampWarning, ScalerError, ScalerTypeError, did_you_mean
-from jamp._loss_scaling.arguments import (
-    differences,
-    instances,
-    refuse_float16,
-    scaled,
-    select,
-)
+from jamp._loss_scaling import arguments
+from jamp._loss_scaling.arguments import instances, select
 from jamp._loss_scaling.scaler import GradScaler, ScalerState
 from jamp._tracing.origin import users_level
 from jamp.pallas_kernels import unscale_and_check
@@ -128,7 +122,7 @@ class _LossScaling:
 
     def init(self, params: Any) -> DynamicLossScalingState:
         if self.scaler.enabled:
-            refuse_float16(params, "the parameters")
+            arguments.refuse_float16(params, "the parameters")
         inner_state = self.inner.init(params)
         if instances(inner_state, (DynamicLossScalingState, ScalerState)):
             raise ScalerError(
@@ -174,7 +168,7 @@ class _LossScaling:
                 grads, state.inner_state, params, **extra_args
             )
         except (TypeError, ValueError) as error:
-            difference = "" if params is None else differences(grads, params)
+            difference = "" if params is None else arguments.differences(grads, params)
             if not difference:
                 raise
             raise ScalerTypeError(
@@ -258,7 +252,7 @@ def scale_loss(loss: Any, opt_state: Any) -> Any:
       ScalerTypeError: a loss is no number.
     """
     hint = "; the loss comes first: scale_loss(loss, opt_state)"
-    return scaled(find_scale(opt_state, hint), loss)
+    return arguments.scaled(find_scale(opt_state, hint), loss)
 
 
 def find_scale(tree: Any, hint: str = "") -> jax.Array:
@@ -267,22 +261,17 @@ def find_scale(tree: Any, hint: str = "") -> jax.Array:
     return jnp.asarray(state.scale)
 
 
-def _ends_in_scaling(node: Any) -> bool:
-    """Whether a node is the state of a chain with something before the wrapper."""
-    return type(node) is tuple and any(
-        isinstance(state, DynamicLossScalingState) for state in node[1:]
-    )
+def _before_scaling(node: Any) -> list[type]:
+    """What stands before the wrapper in a node that is the state of a chain."""
+    kinds = list(map(type, node)) if type(node) is tuple else []
+    found = DynamicLossScalingState in kinds
+    return kinds[: kinds.index(DynamicLossScalingState)] if found else []
 
 
 def _warn_before(node: Any) -> None:
-    if not _ends_in_scaling(node):
-        return
-    states = itertools.takewhile(
-        lambda state: not isinstance(state, DynamicLossScalingState), node
-    )
-    kinds = [type(state) for state in states]
+    kinds = _before_scaling(node)
     # Not a tuple of the user's own.
-    if all(kind.__module__.startswith("optax.") for kind in kinds):
+    if kinds and all(kind.__module__.startswith("optax.") for kind in kinds):
         before = ", ".join(kind.__name__ for kind in kinds)
         warnings.warn(
             "in an optax.chain, what stands before jamp.dynamic_loss_scaling "
@@ -297,7 +286,7 @@ def find_state(tree: Any, hint: str = "") -> Any:
     """The state of loss scaling in a tree; an error, which ends in a hint, if none."""
     found = instances(tree, (DynamicLossScalingState, ScalerState))
     if len(found) == 1:
-        jax.tree.map(_warn_before, tree, is_leaf=_ends_in_scaling)
+        jax.tree.map(_warn_before, tree, is_leaf=lambda n: bool(_before_scaling(n)))
         return found[0]
     if found:
         raise ScalerError(
