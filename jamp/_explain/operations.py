@@ -61,17 +61,12 @@ class Operation:
         return not call or self.function is not None
 
     @property
-    def unknown(self) -> bool:
-        return self.record.ruling.origin is Origin.DEFAULT
-
-    @property
     def uncast(self) -> str | None:
         """The dtype that keeps a matmul from its rule, as complex numbers do."""
-        if self.record.ruling.rule is Rule.LOWER and self.matmul:
-            for dtype in self.record.operands[:2]:
-                if not _dtypes.eligible(dtype):
-                    return str(dtype)
-        return None
+        if self.record.ruling.rule is not Rule.LOWER or not self.matmul:
+            return None
+        uncast = (d for d in self.record.operands[:2] if not _dtypes.eligible(d))
+        return next(map(str, uncast), None)
 
     @property
     def reason(self) -> str:
@@ -268,7 +263,7 @@ class Figures(Counted):
     @property
     def unknown(self) -> tuple[Record, ...]:
         """Equations that ran as traced because the policy does not know them."""
-        return tuple(op.record for op in self.operations if op.unknown)
+        return tuple(r for r in self.records if r.ruling.origin is Origin.DEFAULT)
 
     @cached_property
     def unused(self) -> tuple[PolicyEntry, ...]:

@@ -11,20 +11,17 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 
 from jamp._emit import emit
-from jamp._explain import html, text
-from jamp._explain.operations import (
-    Counted,
-    Figures,
-    Module,
-    Operation,
-    operations,
-    options_inside,
-)
+from jamp._explain import html, operations, text
+from jamp._explain.operations import Counted, Figures, Module, Operation
 from jamp._explain.residuals import Residuals, bytes_by_dtype, residuals_of_call
 from jamp._plan.planner import make_plan
 from jamp._tracing import nnx_modules, regions, trace
 from jamp._tracing.checks import check_function, is_array
 from jamp._tracing.regions import Options, Scope
+
+_FIGURES = (
+    "low_matmuls flops low_flop_share result_bytes low_byte_share casts cast_bytes"
+).split()
 
 
 @dataclass(frozen=True, repr=False)
@@ -147,7 +144,8 @@ def explain(
         options = named.options()
         call = nnx_modules.prepare(fn, args, kwargs)
         traced = trace.trace(call.fn, options, call.args, call.kwargs)
-        inside = dict.fromkeys(options_inside(traced.program, Scope((), options)))
+        outermost = Scope((), options)
+        inside = dict.fromkeys(operations.options_inside(traced.program, outermost))
         enabled = [found for found in inside if found.enabled] or [*inside]
         if not autocast_options and len(enabled) == 1:
             (options,) = enabled
@@ -164,7 +162,7 @@ def explain(
             )
         name = getattr(fn, "__name__", type(fn).__name__)
         others = tuple(o for o in inside if o.enabled and o != options)
-        found = tuple(operations(plan.entries))
+        found = tuple(operations.operations(plan.entries))
         return Report(found, name, options, others, kept)
 
     return explained
@@ -180,17 +178,8 @@ def _options(options: Options) -> dict[str, Any]:
 
 
 def _figures(counted: Counted) -> dict[str, Any]:
-    return {
-        "equations": len(counted.operations),
-        "matmuls": len(counted.matmuls),
-        "low_matmuls": counted.low_matmuls,
-        "flops": counted.flops,
-        "low_flop_share": counted.low_flop_share,
-        "result_bytes": counted.result_bytes,
-        "low_byte_share": counted.low_byte_share,
-        "casts": counted.casts,
-        "cast_bytes": counted.cast_bytes,
-    }
+    counts = {"equations": len(counted.operations), "matmuls": len(counted.matmuls)}
+    return {**counts, **{name: getattr(counted, name) for name in _FIGURES}}
 
 
 def _module(module: Module) -> dict[str, Any]:
