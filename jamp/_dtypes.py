@@ -54,10 +54,10 @@ def is_float64(dtype: Any) -> bool:
     return dtype in (np.float64, np.complex128)
 
 
-def widened(array: jax.Array) -> jax.Array:
-    """An inexact array in float32, if its own dtype is narrower."""
+def widened(value: Any) -> Any:
+    """A value in float32, if it is an array in a narrower floating dtype."""
     # Promotion would not do: float8 has no implicit one.
-    return array if array.dtype.itemsize >= 4 else array.astype(FLOAT32)
+    return value.astype(FLOAT32) if narrow(getattr(value, "dtype", None)) else value
 
 
 @cache

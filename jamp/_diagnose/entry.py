@@ -1,5 +1,6 @@
 """`jamp.diagnose`: runs a program in float32 and under autocast, side by side."""
 
+import itertools
 import math
 import sys
 from collections import defaultdict
@@ -11,17 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jamp._diagnose import judge
 from jamp._diagnose.cure import Change, find_cure, suggestions_of
 from jamp._diagnose.diagnosis import ARGUMENT, Diagnosis, Finding, Suggestion, Underflow
-from jamp._diagnose.judge import (
-    Examination,
-    Fault,
-    error_limit,
-    examine,
-    gradient_error,
-    kind_of,
-    scale_window,
-)
+from jamp._diagnose.judge import Examination, Fault, kind_of
 from jamp._diagnose.measure import Measured
 from jamp._diagnose.plot import Histogram
 from jamp._diagnose.program import Settings, Subject
@@ -88,7 +82,7 @@ def diagnose(
 
         def run(settings: Settings) -> Examination:
             with _shown(progress) as counted:
-                return examine(subject, settings, steps, counted)
+                return judge.examine(subject, settings, steps, counted)
 
         # Values that are not finite are expected here.
         with jax.debug_nans(False), jax.debug_infs(False):
@@ -140,11 +134,10 @@ def _shown(progress: bool | None) -> Iterator[Callable[[int], Callable[[], objec
 
 
 def _plain(total: int) -> Callable[[], None]:
-    done = 0
+    numbers = itertools.count(1)
 
     def advance() -> None:
-        nonlocal done
-        done += 1
+        done = next(numbers)
         if done % _EVERY == 0 or done == total:
             sys.stderr.write(f"\rdiagnosing: {done} of {total} operations")
             sys.stderr.flush()
@@ -205,11 +198,11 @@ def _diagnosis(
         findings=tuple(_finding(fault, subject) for fault in faults),
         suggestions=suggestions,
         errors={outcome.label: outcome.error for outcome in first.outcomes},
-        gradient_error=None if scale is None else gradient_error(first.outcomes),
+        gradient_error=None if scale is None else judge.gradient_error(first.outcomes),
         underflows=_underflows(first.measured),
         histograms=_histograms(first.measured),
         loss_scale=scale,
-        scale_window=scale_window(first),
+        scale_window=judge.scale_window(first),
     )
 
 
@@ -249,7 +242,7 @@ def _message(kind: str, measured: Measured) -> str:
     if kind == "underflow":
         zero, small = found.underflow
         return f"{what} makes {zero:.0%} of it zero and {small:.0%} subnormal"
-    explained = found.error <= error_limit(dtype, 0)
+    explained = found.error <= judge.error_limit(dtype, 0)
     grows = ", which later operations amplify" if explained else ""
     return f"{what} has a relative error of {found.error:.2g}{grows}"
 

@@ -11,15 +11,8 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from jamp import _dtypes, _primitives
-from jamp._diagnose.measure import (
-    LOWEST_EXPONENT,
-    Ledger,
-    Measured,
-    Pair,
-    State,
-    is_measured,
-    state_of,
-)
+from jamp._diagnose import measure
+from jamp._diagnose.measure import Ledger, Measured, Pair, State
 from jamp._diagnose.program import Program, Settings, Subject, make_program
 from jamp._diagnose.walk import EXACTLY, Steps, Walk, as_pair, count_equations, entering
 from jamp._dtypes import narrow
@@ -66,7 +59,8 @@ class Outcome:
     ) -> Self:
         shadow = np.asarray(pair.shadow)
         power = float(np.sum(np.square(shadow[np.isfinite(shadow)].astype(np.float64))))
-        return cls(label, gradient, state_of(pair), power, shadow, frozenset(producers))
+        came = frozenset(producers)
+        return cls(label, gradient, measure.state_of(pair), power, shadow, came)
 
     @property
     def error(self) -> float:
@@ -296,7 +290,7 @@ def _floating(program: Program, results: Sequence[Any]) -> list[tuple[str, bool,
     return [
         (label, index >= first, result)
         for index, (label, result, aval) in enumerate(every)
-        if is_measured(aval)
+        if measure.is_measured(aval)
     ]
 
 
@@ -320,7 +314,7 @@ def scale_window(examination: Examination) -> tuple[float, float] | None:
     # The ends of the histogram also count all that lies outside of it.
     if bin_of_small in (0, len(counts) - 1) or any(s.wild for s in gradients):
         return None
-    small = LOWEST_EXPONENT + bin_of_small - np.log2(scale)
+    small = measure.LOWEST_EXPONENT + bin_of_small - np.log2(scale)
     low = 2.0 ** np.ceil(np.log2(float(info.smallest_subnormal)) - small)
     high = 2.0 ** np.floor(np.log2(float(info.max) / largest))
     return float(low), float(high)

@@ -7,7 +7,6 @@ import math
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any, NamedTuple, Self
 
 import jax.numpy as jnp
@@ -253,13 +252,12 @@ class Ledger:
         """These outputs and all that led to them, in the program's order."""
         return [self.measured[n] for n in sorted(self._ancestors(numbers))]
 
-    def _ancestors(self, numbers: Iterable[int]) -> dict[int, None]:
+    def _ancestors(self, numbers: Iterable[int]) -> list[int]:
         """These outputs and all that led to them, nearest first."""
-        found = dict.fromkeys(numbers)
-        nearest = list(found)
-        while nearest:
-            further = (sorted(self.measured[number].producers) for number in nearest)
-            new = dict.fromkeys(chain.from_iterable(further))
-            nearest = [number for number in new if number not in found]
-            found.update(dict.fromkeys(nearest))
+        found = list(dict.fromkeys(numbers))
+        seen = set(found)
+        for number in found:  # which grows meanwhile
+            new = sorted(self.measured[number].producers - seen)
+            found += new
+            seen.update(new)
         return found

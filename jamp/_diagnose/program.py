@@ -161,7 +161,10 @@ def make_program(subject: Subject, settings: Settings) -> Program:
             for path, leaf in jax.tree.leaves_with_path(part):
                 if is_array(leaf):
                     found.append(leaf)
-                    labels.append(_label(name, path, subject))
+                    labels.append(name + jax.tree_util.keystr(path))
+                    if name == "state":
+                        inside = _in_module(path, subject.modules or {})
+                        labels[-1] = f"state of {_label_of(inside)}"
         return found
 
     def run(*arrays: Any) -> list[Any]:
@@ -189,12 +192,6 @@ def make_program(subject: Subject, settings: Settings) -> Program:
             )
         arrays.append(np.float32(settings.loss_scale))
     return Program(jax.make_jaxpr(run)(*arrays), arrays, labels, len(chosen))
-
-
-def _label(name: str, path: Path, subject: Subject) -> str:
-    if name == "state":
-        return f"state of {_label_of(_in_module(path, subject.modules or {}))}"
-    return name + jax.tree_util.keystr(path)
 
 
 def _loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:

@@ -17,26 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, jaxpr_as_fun
 
-from jamp import _dtypes, _primitives
+from jamp import _dtypes, _equations, _primitives
 from jamp._compat import scan_counts
-from jamp._diagnose.measure import (
-    Ledger,
-    Measured,
-    Pair,
-    Tracked,
-    has_shadow,
-    is_measured,
-    measure,
-    state_of,
-)
-from jamp._equations import (
-    bind,
-    bind_primitive,
-    closed,
-    equations,
-    holds_program,
-    read_by,
-)
+from jamp._diagnose import measure
+from jamp._diagnose.measure import Ledger, Measured, Pair, Tracked
 from jamp._lowerings.lower import lowering
 from jamp._tracing.regions import Scope
 
@@ -59,7 +43,7 @@ class Walk:
     iteration: int | None = None  # that of the loop around the program, if there is one
 
     def run(self, program: Any, values: Values) -> list[Tracked]:
-        program = closed(program)
+        program = _equations.closed(program)
         jaxpr = program.jaxpr
         env: dict[Any, Tracked] = dict(zip(jaxpr.invars, values, strict=True))
         consts = map(entering, map(as_pair, program.consts))
@@ -70,11 +54,10 @@ class Walk:
                 return env[atom]
             return entering(as_pair(np.asarray(atom.val, _dtypes.dtype_of(atom))))
 
-        unused = _unused_after(jaxpr)
-        for index, eqn in enumerate(jaxpr.eqns):
+        for eqn, unused in zip(jaxpr.eqns, _unused_after(jaxpr), strict=True):
             results = self._equation(eqn, list(map(read, eqn.invars)))
             env.update(zip(eqn.outvars, results, strict=True))
-            for var in unused[index]:
+            for var in unused:
                 env.pop(var, None)
         return list(map(read, jaxpr.outvars))
 
@@ -102,12 +85,10 @@ class Walk:
         values = []
         for var, pair in zip(eqn.outvars, pairs, strict=True):
             value = Tracked(pair, None, scaled, producers)
-            if is_measured(var.aval):
-                statistics, state = measure(pair, states, self.iteration)
-                dtype, callers = _dtypes.dtype_of(var), self.callers
-                found = Measured(
-                    eqn, dtype, scope, callers, scaled, producers, statistics
-                )
+            if measure.is_measured(var.aval):
+                statistics, state = measure.measure(pair, states, self.iteration)
+                place = eqn, _dtypes.dtype_of(var), scope, self.callers
+                found = Measured(*place, scaled, producers, statistics)
                 number = self.ledger.note(var, found)
                 value = Tracked(pair, state, scaled, frozenset({number}))
             values.append(value)
@@ -150,7 +131,7 @@ class Walk:
             rows[index] = results[count:]
         if not rows:
             # What is stacked then has no elements.
-            arrays = bind(eqn, [operand.pair.computed for operand in operands])
+            arrays = _equations.bind(eqn, [x.pair.computed for x in operands])
             ys = [entering(as_pair(array)) for array in arrays[count:]]
         else:
             columns = zip(*(rows[index] for index in sorted(rows)), strict=True)
@@ -163,7 +144,12 @@ class Walk:
         first = carry = operands[split + count :]
         condition = jaxpr_as_fun(eqn.params["cond_jaxpr"])
         inside, iteration = self._inside(eqn), 0
-        while (holds := _test(condition, [*tested, *carry])).any():
+
+        def test(values: Values) -> Any:
+            # Whether it goes on, for each member of a batch if it was batched.
+            return np.asarray(condition(*(value.pair.computed for value in values))[0])
+
+        while (holds := test([*tested, *carry])).any():
             inner = replace(inside, iteration=iteration)
             results = inner.run(eqn.params["body_jaxpr"], [*consts, *carry])
             carry = _going_on(holds, _carried(results, first), carry)
@@ -182,17 +168,13 @@ _RUNS = {"cond": Walk._cond, "scan": Walk._scan, "while": Walk._while}
 def entering(
     pair: Pair, scaled: bool = False, producers: frozenset[int] = frozenset()
 ) -> Tracked:
-    measured = is_measured(jax.typeof(pair.computed))
-    return Tracked(pair, state_of(pair) if measured else None, scaled, producers)
+    measured = measure.is_measured(jax.typeof(pair.computed))
+    state = measure.state_of(pair) if measured else None
+    return Tracked(pair, state, scaled, producers)
 
 
 def _producers(values: Iterable[Tracked]) -> frozenset[int]:
     return frozenset[int]().union(*(value.producers for value in values))
-
-
-def _test(condition: Callable[..., Any], values: Values) -> Any:
-    """Whether a loop goes on, for each member of a batch if it was batched."""
-    return np.asarray(condition(*(value.pair.computed for value in values))[0])
 
 
 def _going_on(holds: Any, new: Values, old: Values) -> list[Tracked]:
@@ -230,17 +212,14 @@ def _carried(results: Values, first: Values) -> list[Tracked]:
     ]
 
 
-def _unused_after(jaxpr: Any) -> list[list[Any]]:
+def _unused_after(jaxpr: Any) -> list[set[Any]]:
     """For each equation, the variables that nothing reads from then on."""
-    last: dict[Any, int] = {}
-    for index, eqn in enumerate(jaxpr.eqns):
-        last.update(dict.fromkeys([*eqn.outvars, *read_by(eqn)], index))
-    unused: list[list[Any]] = [[] for _ in jaxpr.eqns]
-    results = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
-    for var, index in last.items():
-        if var not in results:
-            unused[index].append(var)
-    return unused
+    read = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
+    unused: list[set[Any]] = []
+    for eqn in reversed(jaxpr.eqns):
+        unused.append({*eqn.outvars, *_equations.read_by(eqn)} - read)
+        read |= unused[-1]
+    return unused[::-1]
 
 
 def count_equations(program: Any) -> int:
@@ -249,18 +228,18 @@ def count_equations(program: Any) -> int:
     def is_call(eqn: JaxprEqn) -> bool:
         return eqn.primitive.name in _primitives.CALLS
 
-    return sum(not is_call(eqn) for eqn in equations(program, is_call))
+    return sum(not is_call(eqn) for eqn in _equations.equations(program, is_call))
 
 
 def run_pair(eqn: JaxprEqn, operands: Sequence[Pair]) -> list[Pair]:
     """Runs an equation without inner programs, or one that cannot be looked into."""
-    computed = bind(eqn, [operand.computed for operand in operands])
-    shadowed = [has_shadow(var.aval) for var in eqn.outvars]
+    computed = _equations.bind(eqn, [operand.computed for operand in operands])
+    shadowed = [measure.has_shadow(var.aval) for var in eqn.outvars]
     if not any(shadowed):
         shadows = computed
     elif eqn.effects:
         # An equation with effects may run only once.
-        shadows = list(map(_widened, computed))
+        shadows = list(map(_dtypes.widened, computed))
     else:
         shadows = _run_wide(eqn, operands)
     return [
@@ -271,16 +250,8 @@ def run_pair(eqn: JaxprEqn, operands: Sequence[Pair]) -> list[Pair]:
 
 def as_pair(array: Any) -> Pair:
     """A value that enters the program, the same in both runs."""
-    return Pair(array, _widened(array) if has_shadow(jax.typeof(array)) else None)
-
-
-def _widened(array: Any) -> Any:
-    narrow = _dtypes.narrow(getattr(array, "dtype", None))
-    return _in_dtype(array, _dtypes.FLOAT32) if narrow else array
-
-
-def _in_dtype(array: Any, dtype: Any) -> Any:
-    return array if array.dtype == dtype else jax.lax.convert_element_type(array, dtype)
+    shadowed = measure.has_shadow(jax.typeof(array))
+    return Pair(array, _dtypes.widened(array) if shadowed else None)
 
 
 def _run_wide(eqn: JaxprEqn, operands: Sequence[Pair]) -> list[Any]:
@@ -291,17 +262,19 @@ def _run_wide(eqn: JaxprEqn, operands: Sequence[Pair]) -> list[Any]:
         return arrays
     dtypes = map(_dtypes.dtype_of, (*eqn.invars, *eqn.outvars))
     if not any(map(_dtypes.narrow, dtypes)):
-        return bind(eqn, arrays)
+        return _equations.bind(eqn, arrays)
     if name in _primitives.SCATTERS:
         primitive, params = lowering(eqn, list(map(jax.typeof, arrays)), "cpu")
-        return bind_primitive(primitive, params, arrays)
-    if name in _primitives.DTYPE_BOUND or holds_program(eqn):
+        return _equations.bind_primitive(primitive, params, arrays)
+    if name in _primitives.DTYPE_BOUND or _equations.holds_program(eqn):
         # It runs only in the dtypes that it stands in.
         narrowed = [
-            array if array is None else _in_dtype(array, operand.computed.dtype)
-            for array, operand in zip(arrays, operands, strict=True)
+            operand.computed
+            if operand.shadow is None
+            else jax.lax.convert_element_type(operand.shadow, operand.computed.dtype)
+            for operand in operands
         ]
-        return list(map(_widened, bind(eqn, narrowed)))
+        return list(map(_dtypes.widened, _equations.bind(eqn, narrowed)))
     wide: dict[str, Any] = {
         name: _dtypes.FLOAT32
         for name, value in eqn.params.items()
@@ -311,4 +284,4 @@ def _run_wide(eqn: JaxprEqn, operands: Sequence[Pair]) -> list[Any]:
     }
     if name in _primitives.MATMULS:
         wide["precision"] = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
-    return bind(eqn, arrays, **wide)
+    return _equations.bind(eqn, arrays, **wide)

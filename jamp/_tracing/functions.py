@@ -6,14 +6,14 @@ cotangent of it is, is widened for them.
 """
 
 import inspect
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import jax
 from jax.tree_util import Partial
 
-from jamp import _dtypes
-from jamp._tracing.checks import is_array
+from jamp._dtypes import widened
 
 # The module whose functions make them.
 _API = inspect.unwrap(jax.vjp).__globals__["__name__"]
@@ -45,17 +45,6 @@ def widening(result: Any) -> Any:
 
 
 def _call(function: Any, *args: Any) -> Any:
-    try:
+    with suppress(TypeError, ValueError):
         return function(*args)
-    except (TypeError, ValueError):
-        if not any(map(_narrow, jax.tree.leaves(args))):
-            raise
-    return function(
-        *jax.tree.map(
-            lambda leaf: leaf.astype(_dtypes.FLOAT32) if _narrow(leaf) else leaf, args
-        )
-    )
-
-
-def _narrow(leaf: Any) -> bool:
-    return is_array(leaf) and _dtypes.narrow(leaf.dtype)
+    return function(*jax.tree.map(widened, args))
