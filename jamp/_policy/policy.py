@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
@@ -256,32 +257,12 @@ def _unmatched(scopes: tuple[tuple[str, Rule], ...]) -> set[str]:
 @lru_cache(maxsize=4096)
 def _matches(pattern: str, names: tuple[str, ...]) -> bool:
     """Whether the pattern of a scope matches these names, or those around them."""
-    parts = pattern.split("/")
-    reached = {0}  # how many parts the names so far may have matched
-    for name in (*names, ""):
-        for index, part in enumerate(parts):
-            if part == "**" and index in reached:
-                reached.add(index + 1)
-        if len(parts) in reached:
-            return True
-        reached = {
-            index if parts[index] == "**" else index + 1
-            for index in reached
-            if parts[index] == "**" or _fits(parts[index], name)
-        }
-    return False
-
-
-def _fits(part: str, name: str) -> bool:
-    """Whether a name fits a part of a pattern, in which `*` is anything."""
-    first, *middle = part.split("*")
-    if not middle:
-        return name == part
-    last, at = middle.pop(), len(first)
-    for piece in middle:
-        at = name.find(piece, at)
-        if at < 0:
-            return False
-        at += len(piece)
-    fits = name.startswith(first) and name.endswith(last)
-    return fits and at + len(last) <= len(name)
+    regex = end = ""
+    for part in pattern.split("/"):
+        if part == "**":
+            # Atomic, as `*` is: the first place where what follows fits is enough.
+            regex, end = f"{regex}{end}(?>(?:[^/]*/)*?", ")"
+        else:
+            first, *pieces = map(re.escape, f"{part}/".split("*"))
+            regex += "".join([first, *(f"(?>[^/]*?{piece})" for piece in pieces)])
+    return re.match(regex + end, "".join(f"{name}/" for name in names)) is not None
