@@ -5,10 +5,11 @@ name, so that a user's own `softmax` is not taken for the library's.
 """
 
 import functools
-import importlib
 import importlib.util
 import inspect
+import pkgutil
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, Self
@@ -88,7 +89,9 @@ def _resolve(name: str) -> CodeType | None:
     if not all(map(str.isidentifier, parts)):
         raise PolicyError(f"{name!r} is not a dotted name")
     if parts[0] == "jax" and ".".join(parts[:-1]) not in sys.modules:
-        _import_jax_module(parts)
+        # JAX imports some of its public modules on demand; all of it is there anyway.
+        with suppress(ImportError, AttributeError):
+            pkgutil.resolve_name(name)
     for cut in range(len(parts) - 1, 0, -1):
         module = sys.modules.get(".".join(parts[:cut]))
         if module is None:
@@ -109,15 +112,6 @@ def _resolve(name: str) -> CodeType | None:
             raise PolicyError(f"{name!r} is no Python function or class")
         return code
     return None
-
-
-def _import_jax_module(parts: list[str]) -> None:
-    # JAX imports some of its public modules on demand; all of it is there anyway.
-    for cut in range(2, len(parts)):
-        try:
-            importlib.import_module(".".join(parts[:cut]))
-        except ImportError:
-            return
 
 
 def _is_package_attribute(module: Any, part: str) -> bool:
