@@ -10,11 +10,6 @@ from jamp._autocast import as_written
 from jamp._dtypes import widened
 from jamp._loss_scaling.transformation import DynamicLossScalingState, find_state
 
-# The squares of numbers beyond these do not all fit into float32, nor do their sums.
-_LARGE, _SMALL = 2.0**40, 2.0**-40
-# Brings both in between; a power of two, so that nothing is rounded.
-_FACTOR = 2.0**80
-
 
 @as_written
 def metrics(
@@ -84,10 +79,11 @@ def _norm(grads: Any, scale: jax.Array, axis_name: Any) -> jax.Array:
     )
     if axis_name is not None:
         largest = jax.lax.pmax(largest, axis_name)
-    factor = jnp.where(largest < _SMALL, _FACTOR, 1.0)
-    factor = jnp.where(largest > _LARGE, 1 / _FACTOR, factor)
-    squares = sum((jnp.sum(jnp.square(size * factor)) for size in sizes), start=0.0)
+    # The squares of large and small numbers do not fit into float32. A power of two,
+    # so that nothing is rounded; its inverse fits too.
+    unit = jnp.ldexp(jnp.float32(1), jnp.clip(jnp.frexp(largest)[1], -100, 100))
+    squares = sum((jnp.sum(jnp.square(size / unit)) for size in sizes), start=0.0)
     if axis_name is not None:
         squares = jax.lax.psum(squares, axis_name)
     # GradScaler.unscale skips such a step too: the scale is too large to divide by.
-    return jnp.where(inverse == 0, jnp.inf, jnp.sqrt(squares) / factor)
+    return jnp.where(inverse == 0, jnp.inf, jnp.sqrt(squares) * unit)
