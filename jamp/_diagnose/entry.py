@@ -1,5 +1,6 @@
 """`jamp.diagnose`: runs a program in float32 and under autocast, side by side."""
 
+import heapq
 import itertools
 import math
 import sys
@@ -255,8 +256,7 @@ def _underflows(measured: Sequence[Measured]) -> tuple[Underflow, ...]:
         and m.statistics.flushed + m.statistics.subnormal
         and kind_of(m, share=0.0) == "underflow"
     ]
-    found.sort(key=lambda underflow: -underflow.flushed - underflow.subnormal)
-    return tuple(found[:_LISTED])
+    return tuple(heapq.nlargest(_LISTED, found, key=lambda u: u.flushed + u.subnormal))
 
 
 def _histograms(measured: Sequence[Measured]) -> tuple[Histogram, ...]:

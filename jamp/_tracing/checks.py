@@ -7,6 +7,7 @@ import sys
 import types
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
+from inspect import unwrap
 from typing import Any
 
 import jax
@@ -141,14 +142,10 @@ def _static(leaf: Any) -> Hashable:
     if isinstance(leaf, _CONSTANTS):
         return kind, leaf
     by_identity: Any = object.__hash__
-    if kind.__hash__ is by_identity and not _is_function(leaf):
+    # A function may be wrapped, by JAX or a decorator.
+    if kind.__hash__ is by_identity and not isinstance(unwrap(leaf), _FUNCTIONS):
         return None  # it may hold something else by the next call
     try:
         return kind, hash(leaf), weakref.ref(leaf)
     except TypeError:
         return None
-
-
-def _is_function(leaf: Any) -> bool:
-    """Whether a leaf is a function, or one that JAX or a decorator wrapped."""
-    return isinstance(inspect.unwrap(leaf), _FUNCTIONS)

@@ -92,14 +92,9 @@ def users_frame(files: Iterable[str]) -> int | None:
 
     The first of an installed package, which may be the user's, if there is none.
     """
-    installed = None
-    for index, file in enumerate(files):
-        distance = _distance(file)
-        if distance == 0:
-            return index
-        if distance == 1 and installed is None:
-            installed = index
-    return installed
+    distances = list(map(_distance, files))
+    nearest = min(distances, default=2)
+    return distances.index(nearest) if nearest < 2 else None
 
 
 def users_level() -> int:

@@ -146,7 +146,9 @@ def current() -> Options | None:
 @contextmanager
 def region(options: Options) -> Iterator[None]:
     """Marks what is traced inside as governed by these options."""
-    with tracing(options), jax.named_scope(_register(options)):
+    name = _name(options)
+    _registered.put(name, options)
+    with tracing(options), jax.named_scope(name):
         yield
 
 
@@ -161,12 +163,6 @@ def holds_region(program: Any) -> bool:
 
 # Programs hold a region by its name alone, and may be traced long before they run.
 _registered = LRU(1024)
-
-
-def _register(options: Options) -> str:
-    name = _name(options)
-    _registered.put(name, options)
-    return name
 
 
 @lru_cache(maxsize=1024)

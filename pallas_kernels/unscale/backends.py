@@ -11,8 +11,6 @@ from typing import Any
 
 import jax
 
-from jamp.pallas_kernels.unscale import launches
-
 # Each is the name of a module beside this one.
 KERNELS = ("triton", "mosaic_gpu")
 IMPLEMENTATIONS = ("auto", "xla", *KERNELS)
@@ -40,7 +38,9 @@ def load(implementation: str) -> Any:
 
 def why_not(implementation: str) -> list[str]:
     """Why a kernel can't run on the default device and this mesh; empty if it can."""
-    reasons = launches.why_not()
+    kinds = jax.sharding.get_abstract_mesh().axis_types
+    several = f"the mesh has axes of several types ({', '.join(map(str, kinds))})"
+    reasons = [several] if len(set(kinds)) > 1 else []
     try:
         module = load(implementation)
     except ImportError as error:

@@ -115,8 +115,8 @@ def on_shards(
     """Calls a kernel with the shards of each device and sums what it found.
 
     Inside a `jax.shard_map` the leaves are shards already, and what was found stays
-    with the device. The axes of the mesh must be of one type; see `why_not`. `unscale`
-    is whether the kernel returns leaves.
+    with the device. The axes of the mesh must be of one type. `unscale` is whether the
+    kernel returns leaves.
     """
     kinds = set(jax.sharding.get_abstract_mesh().axis_types)
     if kinds == {AxisType.Manual}:
@@ -124,14 +124,6 @@ def on_shards(
     wrap = _partitioned if kinds <= {AxisType.Auto} else _mapped
     outputs, not_finite = wrap(kernel, leaves, unscale)(inv_scale, *leaves)
     return list(outputs), not_finite
-
-
-def why_not() -> list[str]:
-    """Why no kernel can run on the shards of this mesh; empty if one can."""
-    kinds = jax.sharding.get_abstract_mesh().axis_types
-    if len(set(kinds)) <= 1:
-        return []
-    return [f"the mesh has axes of several types ({', '.join(map(str, kinds))})"]
 
 
 def _summed(kernel: Kernel, axes: tuple[str, ...] | None) -> Any:
