@@ -218,6 +218,7 @@ def compare(found: tuple[Row, list[Any], list[Any], list[Any]]) -> None:
         numbers = np.asarray(right, np.float64)
         if interval is not None:
             assert interval.low <= numbers.min() <= numbers.max() <= interval.high
+            assert interval.least <= np.abs(numbers[numbers != 0]).min(initial=np.inf)
 
 
 @pytest.mark.parametrize("name", FORMS | INDEXED)
@@ -249,3 +250,46 @@ def test_every_primitive_that_keeps_a_range_has_a_row():
 def test_a_constant_is_the_number_that_the_program_computes(constant):
     scaled = jamp.autocast(lambda x: (x @ x) * constant())(jnp.eye(2))
     np.testing.assert_array_equal(scaled, jnp.eye(2) * constant())
+
+
+TINY = {
+    "added to a mask": lambda m: m + 1e-8,
+    "subtracted from a mask": lambda m: 1e-8 - m,
+    "chosen by a mask": lambda m: jnp.where(m, 1.0, 1e-8),
+    "scaled mask": lambda m: m * 1e-8,
+    "quotient": lambda m: (m + 1.0) / 1e8,
+    "negative": lambda m: -(m + 1e-8),
+    "padded": lambda m: jnp.pad(jnp.where(m, 1.0, 2.0), 1, constant_values=1e-8)[1:-1],
+}
+
+
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_tiny_number_in_a_range_is_kept_from_float16(name, dtype):
+    mask = np.array([True, False, True])
+
+    def fn(x, w, mask):
+        return x @ w * TINY[name](mask)
+
+    found = jamp.autocast(fn, device_type="gpu", dtype=dtype)(
+        jnp.ones((3, 3)), jnp.eye(3), mask
+    )
+    expected = fn(jnp.ones((3, 3)), jnp.eye(3), mask)
+    assert found.dtype == ("float32" if dtype == "float16" else dtype)
+    np.testing.assert_allclose(np.float32(found), expected, rtol=2**-8)
+
+
+HARMLESS = {
+    "inverted": lambda m: 1.0 - m,
+    "scaled": lambda m: m * -1e4,
+    "additive": lambda m: jnp.where(m, 0.0, -jnp.inf),
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_a_mask_without_tiny_numbers_stays_in_16_bits(name):
+    def fn(x, w, mask):
+        return x @ w + HARMLESS[name](mask)
+
+    ones, mask = jnp.ones((3, 3)), np.array([True, False, True])
+    assert jamp.autocast(fn, device_type="gpu")(ones, ones, mask).dtype == "float16"

@@ -24,11 +24,19 @@ _numbers = count()
 
 
 class Interval(NamedTuple):
+    """The bounds of a constant."""
+
     low: float
     high: float
+    # The smallest magnitude other than zero that it is known to have, or infinity.
+    least: float
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        return self.low, self.high
 
 
-BOOLEAN = Interval(0.0, 1.0)
+BOOLEAN = Interval(0.0, 1.0, 1.0)
 
 
 def _range_of(value: Any) -> Interval | None:
@@ -38,56 +46,86 @@ def _range_of(value: Any) -> Interval | None:
     if array.size == 0 or array.dtype.kind == "c" or array.dtype.names is not None:
         return None
     wide = array.astype(np.float64)
-    return Interval(float(np.min(wide)), float(np.max(wide)))
+    least = _smallest(*wide.ravel().tolist())
+    return Interval(float(np.min(wide)), float(np.max(wide)), least)
 
 
 def destroyed(interval: Interval, dtype: DType) -> bool:
     """Whether rounding to `dtype` makes an infinity of, or zero of, the constant."""
-    bounds = np.array(interval, np.float64)
+    numbers = np.array(interval, np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
-        rounded = bounds.astype(dtype).astype(np.float64)
-    if bool(np.any(np.isfinite(bounds) & ~np.isfinite(rounded))):
-        return True
-    return interval.low == interval.high != 0 and rounded[0] == 0
+        rounded = numbers.astype(dtype).astype(np.float64)
+    overflows = np.isfinite(numbers) & ~np.isfinite(rounded)
+    underflows = interval.least > 0 and rounded[2] == 0
+    return bool(overflows[:2].any() or underflows)
 
 
-def _span(*values: float) -> Interval | None:
+def _smallest(*values: float) -> float:
+    """The smallest magnitude other than zero; infinity if there is none."""
+    return min((abs(value) for value in values if value != 0), default=math.inf)
+
+
+def _span(least: float, *values: float) -> Interval | None:
     if any(math.isnan(value) for value in values):
         return None
-    return Interval(min(values), max(values))
+    low, high = min(values), max(values)
+    return Interval(low, high, max(least, low, -high))
+
+
+def _sum(x: Interval, y: Interval) -> Interval | None:
+    ends = x.low + y.low, x.high + y.high
+    # Either has its smallest magnitude where the other is zero.
+    alone = [b.least for a, b in ((x, y), (y, x)) if a.low <= 0 <= a.high]
+    return _span(_smallest(*ends, *alone), *ends)
+
+
+def _negative(x: Interval) -> Interval:
+    return Interval(-x.high, -x.low, x.least)
 
 
 def _products(x: Interval, y: Interval) -> Interval | None:
-    return _span(*(a * b for a in x for b in y))
+    return _span(x.least * y.least, *(a * b for a in x.bounds for b in y.bounds))
 
 
 def _divide(x: Interval, y: Interval) -> Interval | None:
     if y.low <= 0 <= y.high:
         return None
-    return _span(*(a / b for a in x for b in y))
+    least = x.least / max(map(abs, y.bounds))
+    return _span(least, *(a / b for a in x.bounds for b in y.bounds))
 
 
 def _union(*xs: Interval) -> Interval | None:
-    return _span(*(bound for x in xs for bound in x))
+    return _span(min(x.least for x in xs), *(bound for x in xs for bound in x.bounds))
 
 
-def _absolute(x: Interval) -> Interval | None:
-    low = 0.0 if x.low <= 0 <= x.high else min(map(abs, x))
-    return Interval(low, max(map(abs, x)))
+def _absolute(x: Interval) -> Interval:
+    low = 0.0 if x.low <= 0 <= x.high else min(map(abs, x.bounds))
+    return Interval(low, max(map(abs, x.bounds)), x.least)
+
+
+def _between(
+    choose: Callable[[float, float], float],
+) -> Callable[[Interval, Interval], Interval | None]:
+    def bound(x: Interval, y: Interval) -> Interval | None:
+        ends = choose(x.low, y.low), choose(x.high, y.high)
+        return _span(min(x.least, y.least), *ends)
+
+    return bound
+
+
+_max, _min = _between(max), _between(min)
 
 
 ARITHMETIC: Mapping[str, Callable[..., Interval | None]] = {
-    "add": lambda x, y: _span(x.low + y.low, x.high + y.high),
-    "sub": lambda x, y: _span(x.low - y.high, x.high - y.low),
+    "add": _sum,
+    "sub": lambda x, y: _sum(x, _negative(y)),
     "mul": _products,
     "div": _divide,
-    "neg": lambda x: Interval(-x.high, -x.low),
+    "neg": _negative,
     "abs": _absolute,
-    "max": lambda x, y: Interval(max(x.low, y.low), max(x.high, y.high)),
-    "min": lambda x, y: Interval(min(x.low, y.low), min(x.high, y.high)),
-    "clamp": lambda low, x, high: Interval(
-        min(max(x.low, low.low), high.low), min(max(x.high, low.high), high.high)
-    ),
+    "max": _max,
+    "min": _min,
+    "clamp": lambda low, x, high: (found := _max(x, low)) and _min(found, high),
     "select_n": _union,
     "concatenate": _union,
     "pad": _union,
@@ -117,14 +155,19 @@ def held(interval: Interval, dtype: Any) -> Interval | None:
     """A range as values of a dtype have it; None if integers of it would wrap."""
     if dtype == np.bool_:
         low = float(not interval.low <= 0 <= interval.high)
-        return Interval(low, float(interval != (0, 0)))
-    bounds = np.array(interval, np.float64)
+        return Interval(low, float(interval.bounds != (0, 0)), 1.0)
+    numbers = np.array(interval, np.float64)
     if jnp.issubdtype(dtype, np.integer):
-        bounds, limits = np.trunc(bounds), jnp.iinfo(dtype)
+        numbers, limits = np.trunc(numbers), jnp.iinfo(dtype)
+        bounds = numbers[:2]
         wraps = (bounds < limits.min) | (bounds > limits.max)
-        return None if wraps.any() else Interval(*bounds.tolist())
-    with np.errstate(over="ignore", invalid="ignore"):
-        return Interval(*bounds.astype(dtype).astype(np.float64).tolist())
+        if wraps.any():
+            return None
+    else:
+        with np.errstate(over="ignore", invalid="ignore"):
+            numbers = numbers.astype(dtype).astype(np.float64)
+    low, high, least = numbers.tolist()
+    return Interval(low, high, least or _smallest(low, high))
 
 
 class Traits(NamedTuple):
