@@ -26,6 +26,12 @@ ARITHMETIC = _names(
 BROADCASTING = _names("add atan2 div max min mul pow rem sub")
 # They repeat the elements of their operand.
 ENLARGING = _names("broadcast_in_dim broadcast_to tile")
+# They add up, or multiply, what they take.
+ADDING = _names(
+    "psum psum_invariant reduce_scatter scatter-add scatter-mul scatter-sub"
+)
+# Their gradient adds up.
+REPEATING = ENLARGING | _names("dynamic_slice gather pbroadcast pvary")
 REDUCTIONS = _names(
     "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum",
     "reduce_xor",

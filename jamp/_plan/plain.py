@@ -23,7 +23,7 @@ from jamp._policy.rules import Rule
 
 class Dtypes(NamedTuple):
     operands: tuple[DType | None, ...]  # None leaves one as it is
-    result: DType | None = None  # the dtype to which the results are rounded, if any
+    results: tuple[DType | None, ...] = ()  # those to which they are rounded, if any
 
 
 def choose(rule: Rule, eqn: JaxprEqn, operands: Values, low: DType) -> Dtypes:
@@ -36,23 +36,33 @@ def choose(rule: Rule, eqn: JaxprEqn, operands: Values, low: DType) -> Dtypes:
                 for var, value in zip(eqn.invars, operands, strict=True)
             )
         )
-    if rule is Rule.PROMOTE and not _enlarges(eqn, operands):
-        return _promote(eqn, operands)
+    if rule is Rule.PROMOTE:
+        found = _promote(eqn, operands)
+        return _summed(found, operands) if _adds_up(eqn, operands) else found
     dtype = low if rule is Rule.LOWER else FLOAT32
     if any(_destroyed(value, dtype) for value in operands):
         dtype = FLOAT32
-    rounds = rule in (Rule.INTERNAL_FLOAT32, Rule.PROMOTE)
-    result = _activation(operands) if rounds else None
-    return Dtypes(tuple(dtype if v.eligible else None for v in operands), result)
+    rounds = rule is Rule.INTERNAL_FLOAT32
+    results = (_activation(operands),) * len(eqn.outvars) if rounds else ()
+    return Dtypes(tuple(dtype if v.eligible else None for v in operands), results)
 
 
-def _enlarges(eqn: JaxprEqn, operands: Values) -> bool:
-    """Whether an equation repeats values of the program; see `plain._operand`."""
-    return (
-        eqn.primitive.name in _primitives.ENLARGING
-        and operands[0].aval.size != math.prod(_dtypes.shape_of(eqn.outvars[0]))
-        and not operands[0].follows
-    )
+def _adds_up(eqn: JaxprEqn, operands: Values) -> bool:
+    """Whether an equation, or its gradient, adds up values of the program."""
+    name = eqn.primitive.name
+    if name not in _primitives.REPEATING:
+        return name in _primitives.ADDING and any(v.eligible for v in operands)
+    size = math.prod(_dtypes.shape_of(eqn.outvars[0]))
+    enlarges = name not in _primitives.ENLARGING or operands[0].aval.size != size
+    return enlarges and operands[0].eligible and not operands[0].follows
+
+
+def _summed(dtypes: Dtypes, operands: Values) -> Dtypes:
+    """The same in float32, so that what is added up is rounded once."""
+    used = [dtype for dtype in dtypes.operands if dtype is not None]
+    own = tuple([value.dtype for value in operands])
+    results = dtypes.results or (_dtypes.widest(used),) if used else own
+    return Dtypes(tuple(FLOAT32 if v.eligible else None for v in operands), results)
 
 
 def _activation(operands: Values) -> DType | None:
@@ -83,7 +93,8 @@ def _promote(eqn: JaxprEqn, operands: Values) -> Dtypes:
     elif any(v.dtype == FLOAT32 != dtype for v in firm if v.traits.rank == 0):
         # A scalar may be out of range, and its gradient is a sum: round the result.
         result, dtype = dtype, FLOAT32
-    return Dtypes(tuple(dtype if v.eligible else None for v in operands), result)
+    results = (result,) * len(eqn.outvars) if result else ()
+    return Dtypes(tuple(dtype if v.eligible else None for v in operands), results)
 
 
 def _is_bias(x: Value, y: Value) -> bool:
@@ -146,9 +157,10 @@ def cast_and_bind(equation: Equation, dtypes: Dtypes) -> list[Value]:
     caster.plan.changed |= changed
     device_type = context.region.device_type
     caster.plan.add(Bind(cast, results, eqn, used if changed else None, device_type))
+    targets = dtypes.results or (None,) * len(results)
     return [
-        caster.cast(value, dtypes.result) if dtypes.result and value.eligible else value
-        for value in results
+        caster.cast(value, dtype) if dtype and value.eligible else value
+        for value, dtype in zip(results, targets, strict=True)
     ]
 
 

@@ -1,0 +1,172 @@
+"""What is added up is added in float32, and rounded once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from constructs.sharding import mesh
+from jax import P, lax
+from jaxprs import equations, traced
+
+import jamp
+
+TERMS = 20_000
+LOW = {"gpu": jnp.float16, "cpu": jnp.bfloat16}
+SUMS = ("add_any", "cumsum", "cumprod", "psum", "psum_invariant", "reduce_scatter")
+SUMS += ("reduce_sum", "reduce_window_sum", "scatter-add", "scatter-mul", "scatter-sub")
+ROWS = np.zeros(TERMS, int)
+
+each_device = pytest.mark.parametrize("device", LOW)
+
+
+def values(low, size=TERMS, scale=0.01):
+    """Positive numbers of a 16-bit dtype, in float32."""
+    drawn = np.random.default_rng(0).uniform(0.5, 1.5, size) * scale
+    return jnp.float32(jnp.asarray(drawn, low))
+
+
+def in_16_bits(fn, device):
+    """A function of float32 arrays under autocast, which it takes in 16 bits."""
+    low = LOW[device]
+    return jamp.autocast(
+        lambda *arrays: fn(*(array.astype(low) for array in arrays)),
+        device_type=device,
+    )
+
+
+def assert_rounded_once(found, exact, low):
+    """Holds numbers to the nearest ones of the 16-bit dtype, or one next to them."""
+    exact = np.asarray(exact, np.float64)
+    error = np.abs(np.asarray(found, np.float64) - exact) / np.abs(exact)
+    assert error.max() <= 0.51 * float(jnp.finfo(low).eps)
+
+
+def assert_added_in_float32(program):
+    added = [
+        eqn
+        for eqn in equations(program)
+        if eqn.primitive.name in SUMS
+        # Sums over dimensions of size one add nothing up.
+        and not (len(eqn.invars) == 1 and eqn.invars[0].aval.size == size_of(eqn))
+    ]
+    dtypes = {var.aval.dtype.name for eqn in added for var in eqn.invars}
+    assert {dtype for dtype in dtypes if "float" in dtype} == {"float32"}
+
+
+def size_of(eqn):
+    """The size of what a sum gives; none for those over devices, and running ones."""
+    return eqn.outvars[0].aval.size if eqn.primitive.name == "reduce_sum" else None
+
+
+SUMMING = {
+    "segment_sum": lambda h: jax.ops.segment_sum(h, ROWS, 1),
+    "at_add": lambda h: jnp.zeros(1).at[ROWS].add(h),
+    "at_add_to_what_came_in": lambda h: h[:1].at[ROWS[1:]].add(h[1:]),
+    "at_subtract": lambda h: -jnp.zeros((1, 1)).at[ROWS].subtract(h[:, None]),
+    "bincount": lambda h: jnp.bincount(ROWS, h, length=1),
+    "cumsum": lambda h: lax.cumsum(h)[-1:],
+    "window": lambda h: lax.reduce_window(h, 0.0, lax.add, (TERMS,), (1,), "VALID"),
+}
+
+
+@each_device
+@pytest.mark.parametrize("name", SUMMING)
+def test_a_sum_of_16_bit_numbers_is_rounded_once(name, device):
+    x = values(LOW[device])
+    fn = in_16_bits(SUMMING[name], device)
+    assert_rounded_once(jax.jit(fn)(x), np.float64(x).sum(), LOW[device])
+    assert_added_in_float32(traced(fn, x))
+
+
+REPEATING = {
+    "take": lambda h: jnp.take(h, ROWS),
+    "indexing": lambda h: h[ROWS],
+    "columns": lambda h: h[:, None][ROWS, 0],
+    "repeat": lambda h: jnp.repeat(h, TERMS),
+    "tile": lambda h: jnp.tile(h, TERMS),
+    "dynamic_slice_of_many": lambda h: jax.vmap(
+        lambda i: lax.dynamic_index_in_dim(h, i, keepdims=False)
+    )(ROWS),
+}
+
+
+@each_device
+@pytest.mark.parametrize("name", REPEATING)
+def test_the_gradient_of_what_is_repeated_is_rounded_once(name, device):
+    weights = values(LOW[device])
+    fn = in_16_bits(REPEATING[name], device)
+
+    def loss(x):
+        out = fn(x)
+        assert out.dtype == LOW[device]
+        return jnp.sum(out.astype(jnp.float32) * weights)
+
+    gradient = jax.grad(loss)
+    exact = np.float64(weights).sum()
+    assert_rounded_once(jax.jit(gradient)(jnp.ones(1)), exact, LOW[device])
+    assert_added_in_float32(traced(gradient, jnp.ones(1)))
+
+
+OVER_DEVICES = {
+    "psum": (lambda h: lax.psum(h, "i"), P()),
+    "pmean": (lambda h: lax.pmean(h, "i"), P()),
+    "psum_scatter": (lambda h: lax.psum_scatter(h, "i", tiled=True), P("i")),
+}
+
+
+@each_device
+@pytest.mark.parametrize("name", OVER_DEVICES)
+def test_devices_add_up_in_float32(name, device):
+    reduce, out = OVER_DEVICES[name]
+
+    def fn(h):
+        return jax.shard_map(reduce, mesh=mesh(), in_specs=P("i"), out_specs=out)(h)
+
+    cast = in_16_bits(fn, device)
+    x = jnp.ones((64, 4))
+    assert traced(cast, x).out_avals[0].dtype == LOW[device]
+    assert_added_in_float32(traced(cast, x))
+
+
+@each_device
+def test_devices_add_up_the_gradient_of_what_they_share_in_float32(device):
+    def fn(x, shared):
+        return jax.shard_map(
+            lambda x, shared: x * shared,
+            mesh=mesh(),
+            in_specs=(P("i"), P()),
+            out_specs=P("i"),
+        )(x, shared)
+
+    def loss(*arrays):
+        return in_16_bits(fn, device)(*arrays).astype(jnp.float32).sum()
+
+    program = traced(jax.grad(loss, 1), jnp.ones((16, 4)), jnp.ones(4))
+    assert_added_in_float32(program)
+
+
+@each_device
+def test_devices_may_add_up_arrays_of_several_dtypes(device):
+    def fn(x):
+        return lax.psum((x.astype(LOW[device]), x), "i")
+
+    shared = jax.shard_map(fn, mesh=mesh(), in_specs=P("i"), out_specs=P())
+    program = traced(jamp.autocast(shared, device_type=device), jnp.ones((16, 4)))
+    assert [aval.dtype for aval in program.out_avals] == [LOW[device], jnp.float32]
+
+
+@each_device
+def test_what_is_added_up_keeps_the_dtype_that_it_had(device):
+    low = LOW[device]
+
+    def fn(h, x):
+        return (
+            jnp.zeros(3).at[jnp.arange(3)].add(h),
+            x.at[jnp.arange(3)].add(h),
+            x.at[jnp.zeros((3, 1), int)].add(h[:, None]),
+            h[::-1][jnp.arange(2)],
+        )
+
+    fn = jamp.autocast(fn, device_type=device)
+    found = jax.eval_shape(fn, jnp.ones(3, low), jnp.ones(3))
+    assert [result.dtype for result in found] == [low, jnp.float32, jnp.float32, low]
