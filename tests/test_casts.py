@@ -165,31 +165,6 @@ def test_a_result_wider_than_16_bit_operands_stays():
     assert matmul_dtypes(program) == [LOW_PAIR]
 
 
-BIASES = {
-    "row": (lambda x, w, b: x @ w + b, (4,), "float16"),
-    "bias first": (lambda x, w, b: b + x @ w, (4,), "float16"),
-    "after a reshape": (lambda x, w, b: (x @ w).reshape(2, 2, 4) + b, (4,), "float16"),
-    "after a transpose": (lambda x, w, b: (x @ w).T + b[:, None], (4,), "float16"),
-    "one row of rank two": (lambda x, w, b: x @ w + b[None], (4,), "float16"),
-    "residual": (lambda x, w, b: x @ w + b, (4, 4), "float32"),
-    "after an activation": (lambda x, w, b: jnp.tanh(x @ w) + b, (4,), "float32"),
-    "product, not sum": (lambda x, w, b: (x @ w) * b, (4,), "float32"),
-}
-
-
-@pytest.mark.parametrize("fn, shape, dtype", BIASES.values(), ids=BIASES)
-def test_a_bias_is_part_of_its_matmul(fn, shape, dtype):
-    assert gpu(fn)(x44, x44, jnp.ones(shape)).dtype == dtype
-
-
-def test_a_bias_of_a_convolution_is_part_of_it():
-    def fn(x, w, b):
-        return jax.lax.conv(x, w, (1, 1), "SAME") + b[None, :, None, None]
-
-    result = gpu(fn)(jnp.ones((1, 2, 5, 5)), jnp.ones((3, 2, 3, 3)), jnp.ones(3))
-    assert result.dtype == jnp.float16
-
-
 def test_a_float64_operand_runs_as_traced():
     with jax.enable_x64(True):
         x, y = jnp.ones((2, 2), jnp.float64), jnp.ones((2, 2), jnp.float32)

@@ -32,7 +32,7 @@ from jamp._plan.derivative_rules import (
     zero_results,
 )
 from jamp._plan.plan import Plan, Structural
-from jamp._plan.planner import inputs_like, plan_program
+from jamp._plan.planner import plan_for, plan_program
 from jamp._plan.values import Value
 from jamp._tracing.origin import location
 from jamp._tracing.regions import tracing
@@ -235,7 +235,7 @@ def emit_custom_vjp(
             zeros = tuple(takes_zeros and _is_zero(ct) for ct in cotangents)
             backward = _checked(eqn, rules.backward(slots, zeros))
             taken = [*residuals, *map(_instantiated, cotangents)]
-            plan = plan_program(backward, inputs_like(backward, taken), context)
+            plan = plan_for(backward, taken, context)
             dtypes = [action.operands[slot].dtype for slot in slots]
             gradients = _in_dtypes(emit(plan, taken), plan, dtypes)
             # Those of other rules are arrays: JAX 0.10 fails on zeros in some loops.
@@ -271,7 +271,7 @@ def emit_custom_vmap(
         by_rule = jax.vmap(call_of(eqn), in_axes=axes, axis_size=size)
         with tracing(context.region):
             program = jax.make_jaxpr(by_rule)(*avals)
-        plan = plan_program(program, inputs_like(program, arrays), context)
+        plan = plan_for(program, arrays, context)
         outs = _in_dtypes(emit(plan, arrays), plan, inner.dtypes)
         return outs, (True,) * len(outs)
 

@@ -13,7 +13,7 @@ from jamp._equations import nested, read_by
 from jamp._plan.plain import explicit_precision
 from jamp._plan.plan import Caster, Context, Environment, Float32Call
 from jamp._plan.records import Entry, InnerRecords, Origin, Record, Ruling, originals
-from jamp._plan.values import Value
+from jamp._plan.values import Traits, Value
 from jamp._policy.functions import Function
 from jamp._policy.rules import Rule
 from jamp._tracing.regions import Options, Scope
@@ -179,11 +179,12 @@ def _plan_in_float32(call: ListedCall, enter: Caster) -> None:
             widened(value) if value.eligible else value
             for value in map(env.read, call.invars)
         ]
-        results = [Value(var.aval) for var in call.outvars]
+        traits = Traits(data=any(v.traits.data for v in operands if v.rank > 0))
+        results = [Value(var.aval, traits) for var in call.outvars]
         narrowed = []
         for var, value in zip(call.outvars, results, strict=True):
             dtype = _wanted_next(call, var)
-            narrow = None if dtype is None else Value.of(var.aval, dtype)
+            narrow = None if dtype is None else Value.of(var.aval, dtype, traits)
             if narrow is not None:
                 value.prepared[narrow.dtype] = narrow
             narrowed.append(narrow)

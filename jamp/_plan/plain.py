@@ -14,6 +14,7 @@ from jamp import _dtypes, _primitives
 from jamp._compat import frames, settings
 from jamp._dtypes import FLOAT32, DType
 from jamp._equations import holds_program
+from jamp._plan.biases import free_dims, moved, product_and_bias
 from jamp._plan.plan import Bind, Broadcast, Caster, Equation
 from jamp._plan.records import Origin, Ruling
 from jamp._plan.values import BOOLEAN, Traits, Value, Values, destroyed, held, propagate
@@ -80,34 +81,20 @@ def _promote(eqn: JaxprEqn, operands: Values) -> Dtypes:
     firm = [v for v in floats if not v.follows]
     if eqn.primitive.name in _primitives.INDEPENDENT or not floats:
         return Dtypes((None,) * len(operands))
-    arrays = [v for v in firm if v.traits.rank > 0] or firm
+    arrays = [v for v in firm if v.rank > 0] or firm
     if not arrays:
         dtype = _dtypes.widest(v.dtype for v in floats)
         return Dtypes(tuple(dtype if v.eligible else None for v in operands))
-    dtype = _dtypes.widest(v.dtype for v in arrays)
-    if eqn.primitive.name == "add" and _is_bias(*floats):
-        dtype = next(v.dtype for v in floats if v.traits.product)
+    product = product_and_bias(*floats) if eqn.primitive.name == "add" else None
+    dtype = product.dtype if product else _dtypes.widest(v.dtype for v in arrays)
     result = None
     if any(_destroyed(value, dtype) for value in floats):
         dtype = FLOAT32
-    elif any(v.dtype == FLOAT32 != dtype for v in firm if v.traits.rank == 0):
+    elif any(v.dtype == FLOAT32 != dtype for v in firm if v.rank == 0):
         # A scalar may be out of range, and its gradient is a sum: round the result.
         result, dtype = dtype, FLOAT32
     results = (result,) * len(eqn.outvars) if result else ()
     return Dtypes(tuple(dtype if v.eligible else None for v in operands), results)
-
-
-def _is_bias(x: Value, y: Value) -> bool:
-    """Whether one is a lowered product and the other a value of lower rank."""
-    for product, other in ((x, y), (y, x)):
-        if (
-            product.traits.product
-            and product.dtype in _dtypes.LOW_DTYPES
-            and other.traits.rank < product.ndim
-            and not other.follows
-        ):
-            return True
-    return False
 
 
 def _destroyed(value: Value, dtype: DType) -> bool:
@@ -209,35 +196,32 @@ def _result_traits(
     eqn: JaxprEqn, operands: Values, used: Sequence[Any], caster: Caster
 ) -> Traits:
     name = eqn.primitive.name
-    rank = len(_dtypes.shape_of(eqn.outvars[0])) if eqn.outvars else 0
     floats = [v for v in operands if v.eligible]
+    # A scalar among arrays scales them.
+    data = any(v.traits.data for v in operands if v.rank > 0)
     interval = None
     if caster.record.ruling.rule is Rule.PROMOTE:
         interval = propagate(eqn, [v.traits.interval for v in operands])
     if name in _primitives.MATMULS:
-        return Traits(rank=rank, product=all(d in _dtypes.LOW_DTYPES for d in used[:2]))
+        if not all(d in _dtypes.LOW_DTYPES for d in used[:2]):
+            return Traits(data=data)
+        return Traits(free=free_dims(eqn, operands, caster.plan.inputs), data=True)
     unsafe = caster.options.policy.unsafe
     if any(name in u.of for u in unsafe):
-        return Traits(rank=rank, probability=True)
+        return Traits(data=data, probability=True)
     if name in _primitives.MOVEMENT and floats:
         source = floats[0].traits
-        rank = _rank_after(eqn, source.rank, rank)
-        return source._replace(interval=interval, rank=rank)
-    traits = Traits(interval, rank)
+        return source._replace(
+            interval=interval,
+            repeated=moved(eqn, source.repeated, new=True),
+            free=tuple([moved(eqn, dims, new=False) for dims in source.free]),
+        )
+    traits = Traits(interval, data=data)
     if unsafe and name in _primitives.KEEPING_PROBABILITY:
         firm = [v for v in floats if not v.follows]
         if len(firm) == 1 and firm[0].traits.probability:
             return traits._replace(probability=True, rounded=firm[0].traits.rounded)
     return traits
-
-
-def _rank_after(eqn: JaxprEqn, before: int, ndim: int) -> int:
-    """Rank of a moved value, without the dimensions that moving it added."""
-    if eqn.primitive.name == "reshape":
-        old, new = map(_dtypes.shape_of, (eqn.invars[0], eqn.outvars[0]))
-        if [d for d in old if d != 1] != [d for d in new if d != 1]:
-            return ndim
-    return min(before, ndim)
 
 
 @cache

@@ -275,7 +275,7 @@ class Equation(NamedTuple):
         return results
 
     def _results(self, dtypes: Iterable[Any], traits: Sequence[Traits]) -> list[Value]:
-        known = traits or (None,) * len(self.eqn.outvars)
+        known = traits or (Traits(data=True),) * len(self.eqn.outvars)
         return [
             Value.of(var.aval, dtype, found)
             for var, dtype, found in zip(self.eqn.outvars, dtypes, known, strict=True)

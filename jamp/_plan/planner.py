@@ -20,7 +20,7 @@ from jamp._plan.plain import plan_as_traced, plan_convert, plan_plain
 from jamp._plan.plan import Caster, Context, Environment, Equation, Plan
 from jamp._plan.records import Origin, Record, Ruling
 from jamp._plan.rules import STRUCTURAL, StructuralRule
-from jamp._plan.values import Value, Values
+from jamp._plan.values import Traits, Value, Values
 from jamp._policy.functions import Function
 from jamp._policy.policy import Policy
 from jamp._policy.rules import RECIPROCAL, Rule
@@ -30,8 +30,7 @@ from jamp._tracing.regions import Options, Scope
 
 def make_plan(program: Any, arrays: Sequence[Any], options: Options) -> Plan:
     """Plans a closed jaxpr for some arrays, of which only dtypes count."""
-    context = Context(Scope((), options))
-    return plan_program(program, inputs_like(program, arrays), context)
+    return plan_for(program, arrays, Context(Scope((), options)))
 
 
 def warn_unmatched(policy: Policy) -> None:
@@ -47,9 +46,13 @@ def warn_unmatched(policy: Policy) -> None:
         policy.unmatched.clear()
 
 
-def inputs_like(program: Any, arrays: Sequence[Any]) -> list[Value]:
-    pairs = zip(program.in_avals, map(jax.typeof, arrays), strict=True)
-    return [Value.of(aval, getattr(found, "dtype", None)) for aval, found in pairs]
+def plan_for(program: Any, arrays: Sequence[Any], context: Context) -> Plan:
+    dtypes = [getattr(jax.typeof(array), "dtype", None) for array in arrays]
+    inputs = [
+        Value.of(aval, dtype, Traits(data=dtype == context.region.dtype))
+        for aval, dtype in zip(program.in_avals, dtypes, strict=True)
+    ]
+    return plan_program(program, inputs, context)
 
 
 def plan_program(program: Any, inputs: Values, context: Context) -> Plan:

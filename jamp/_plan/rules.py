@@ -67,7 +67,7 @@ def plan_call(equation: Equation) -> list[Value]:
 def plan_shard_map(equation: Equation) -> list[Value]:
     program = closed(equation.eqn.params["jaxpr"])
     shards = [
-        Value.of(aval, value.dtype)
+        Value.of(aval, value.dtype, Traits(data=value.traits.data))
         for aval, value in zip(program.in_avals, equation.operands, strict=True)
     ]
     inner = equation.inner(program, shards)
@@ -86,7 +86,8 @@ def plan_scan(equation: Equation) -> list[Value]:
     slices = operands[num_consts + num_carry :]
     avals = params["jaxpr"].in_avals[num_consts + num_carry :]
     sliced = [
-        _stand_in(aval, value.dtype) for aval, value in zip(avals, slices, strict=True)
+        Value.of(aval, value.dtype, Traits(data=value.traits.data))
+        for aval, value in zip(avals, slices, strict=True)
     ]
     # A cast that is made elsewhere has no transpose.
     hoisted = range(0 if equation.context.linear else num_consts)
@@ -197,12 +198,7 @@ def _settle(
 
 def _carried(carry: Values, dtypes: Sequence[Any]) -> list[Value]:
     pairs = zip(carry, dtypes, strict=True)
-    return [_stand_in(value.aval, dtype) for value, dtype in pairs]
-
-
-def _stand_in(aval: Any, dtype: Any) -> Value:
-    """A value of a type in another dtype, of which nothing else is known."""
-    return Value.of(aval, dtype, Traits(rank=getattr(aval, "ndim", 0)))
+    return [Value.of(value.aval, dtype, Traits(data=True)) for value, dtype in pairs]
 
 
 @structural("custom_jvp_call")

@@ -175,8 +175,14 @@ class Traits(NamedTuple):
 
     # Bounds, if it follows the dtype of others: it is derived from constants alone.
     interval: Interval | None = None
-    rank: int = 0  # its rank before broadcasting and the insertion of unit dimensions
-    product: bool = False  # whether it is the direct result of a lowered product
+    # The dimensions along which broadcasting or inserting them repeats it.
+    repeated: tuple[int, ...] = ()
+    # If it is the direct result of a lowered product, those along which a bias varies,
+    # once for each weight in the product.
+    free: tuple[tuple[int, ...], ...] = ()
+    # Whether it came in the 16-bit dtype in force, or has a lowered product among its
+    # ancestors; then it is no weight.
+    data: bool = False
     probability: bool = False  # whether a sigmoid, a softmax or the like gave it
     rounded: DType | None = None  # the 16-bit dtype that such a probability has had
 
@@ -199,7 +205,7 @@ class Value:
         self.dtype: DType = getattr(aval, "dtype", None)  # type: ignore[assignment]
         # Whether autocast may cast it. A reference holds floats and is none.
         self.eligible = is_plain_array(aval) and _dtypes.eligible(self.dtype)
-        self.traits = traits or Traits(rank=getattr(aval, "ndim", 0))
+        self.traits = traits or Traits()
         self.casts: dict[DType, Value] = {}  # the array in other dtypes
         # Casts that are made with it and count once they are used.
         self.prepared: dict[DType, Value] = {}
@@ -214,8 +220,7 @@ class Value:
 
     @classmethod
     def literal(cls, literal: Any) -> Value:
-        traits = Traits(_range_of(literal.val), literal.aval.ndim)
-        return cls(literal.aval, traits, known=literal.val)
+        return cls(literal.aval, Traits(_range_of(literal.val)), known=literal.val)
 
     def knowing(self, traits: Traits) -> Value:
         """The same array, of which something else is known."""
@@ -227,6 +232,12 @@ class Value:
     @property
     def ndim(self) -> int:
         return self.aval.ndim  # type: ignore[no-any-return]
+
+    @property
+    def rank(self) -> int:
+        """Its rank before broadcasting and the insertion of unit dimensions."""
+        ndim: int = getattr(self.aval, "ndim", 0)
+        return ndim - len(self.traits.repeated)
 
     @property
     def follows(self) -> bool:

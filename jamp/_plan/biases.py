@@ -1,0 +1,118 @@
+"""Which sums are those of a product of a weight and its bias: they are one operation.
+
+A bias varies only along dimensions of the product that are the weight's. For that the
+planner knows of a product which of its dimensions these are, and of other values along
+which dimensions they are repeated.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
+from typing import Any
+
+from jax.extend.core import JaxprEqn
+
+from jamp import _dtypes
+from jamp._plan.values import Value, Values
+
+Dims = tuple[int, ...]
+
+
+def product_and_bias(x: Value, y: Value) -> Value | None:
+    """The product, if of two values one is a lowered product and one its bias."""
+    for product, other in ((x, y), (y, x)):
+        varies = {*range(other.ndim)}.difference(other.traits.repeated)
+        if (
+            product.dtype in _dtypes.LOW_DTYPES
+            and not other.follows
+            and len(varies) < product.ndim
+            and any(varies.issubset(dims) for dims in product.traits.free)
+        ):
+            return product
+    return None
+
+
+def free_dims(eqn: JaxprEqn, operands: Values, inputs: Values) -> tuple[Dims, ...]:
+    """For each weight that a product multiplies, along which dimensions a bias varies.
+
+    Args:
+      eqn: the product.
+      operands: what it multiplies.
+      inputs: what the program around it takes.
+    """
+    factors = operands[:2]
+    weights = [not value.traits.data for value in factors]
+    if eqn.primitive.name == "conv_general_dilated":
+        return ((eqn.params["dimension_numbers"].out_spec[1],),) if weights[1] else ()
+    numbers: Any = eqn.params.get("ragged_dot_dimension_numbers")
+    if numbers is None:
+        summed, (batch, _) = eqn.params["dimension_numbers"]
+        groups = 0
+    else:
+        summed, (batch, _) = numbers.dot_dimension_numbers
+        groups = len(numbers.rhs_group_dimensions)
+    ndim, count = len(_dtypes.shape_of(eqn.outvars[0])), len(batch)
+    split = ndim - (factors[1].ndim - len(summed[1]) - count - groups)
+    shared = tuple(range(count))
+    found = ((*shared, *range(count, split)), (*shared, *range(split, ndim)))
+    if count and all(weights):
+        # Experts, or scores of queries and keys. The last dimension of keys is summed
+        # over, unless the program transposed them.
+        left, right = (
+            value.ndim - 1 in dims for value, dims in zip(factors, summed, strict=True)
+        )
+        given = [_is_given(value, inputs) for value in factors]
+        weights = [given[0] and right and not left, given[1] and left and not right]
+    return tuple(
+        dims for dims, is_weight in zip(found, weights, strict=True) if is_weight
+    )
+
+
+def _is_given(value: Value, inputs: Values) -> bool:
+    """Whether a value, or what it was cast from, is no result of the program."""
+    given = any(value is v or value in v.casts.values() for v in inputs)
+    return given or value.known is not None
+
+
+def moved(eqn: JaxprEqn, dims: Dims, new: bool) -> Dims:
+    """Where some dimensions of what an equation moves are in its result.
+
+    Args:
+      eqn: an equation of `MOVEMENT`.
+      dims: dimensions of its first operand.
+      new: whether dimensions that it adds are among them too.
+    """
+    before, after = map(_dtypes.shape_of, (eqn.invars[0], eqn.outvars[0]))
+    name = eqn.primitive.name
+    if name in ("reshape", "squeeze"):
+        return _reshaped(before, after, dims, new)
+    places: Sequence[int] = range(len(after) - len(before), len(after))
+    if name == "broadcast_in_dim":
+        places = eqn.params["broadcast_dimensions"]
+    elif name == "transpose":
+        places = [eqn.params["permutation"].index(d) for d in range(len(before))]
+    found = {places[d] for d in dims}
+    if new:
+        found |= {*range(len(after))}.difference(places)
+    return tuple(sorted(found))
+
+
+def _reshaped(before: Any, after: Any, dims: Dims, new: bool) -> Dims:
+    """Those dimensions of a new shape that are made of some of the old one alone."""
+    ends = {*accumulate(before, mul)} & {*accumulate(after, mul)}
+    ones = [d in dims for d, size in enumerate(before) if size == 1]
+    whole: dict[int, bool] = {-1: all(ones) if ones else new}
+    for d, group in enumerate(_groups(before, ends)):
+        whole[group] = whole.get(group, True) and (group < 0 or d in dims)
+    pairs = enumerate(_groups(after, ends))
+    return tuple(d for d, group in pairs if whole.get(group, False))
+
+
+def _groups(shape: Any, ends: set[Any]) -> list[int]:
+    """For each dimension, the number of its group; -1 for those of size one."""
+    groups, group, size = [], 0, 1
+    for length in shape:
+        groups.append(-1 if length == 1 else group)
+        size *= length
+        group += length != 1 and size in ends
+    return groups

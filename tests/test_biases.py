@@ -1,0 +1,245 @@
+"""Which addends of a product are its bias, and stay in 16 bits with it."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from tables import check_each
+
+import jamp
+
+DEVICES = {"gpu": "float16", "cpu": "bfloat16"}
+
+
+def split(x, w):
+    """A projection, as heads of four features."""
+    return (x @ w).reshape(*x.shape[:-1], 2, 4)
+
+
+def scores(x, w):
+    return jnp.einsum("bqhd,bkhd->bhqk", split(x, w), split(x, 2 * w))
+
+
+def normalised(x):
+    return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def layer(x, w, b):
+    return x @ w + b
+
+
+def experts(x, w, b):
+    return jnp.einsum("ebd,edf->ebf", x, w) + b[:, None, :]
+
+
+def in_a_scan(x, w, b):
+    def step(h, weights):
+        y = layer(h, *weights)
+        return jnp.tanh(y), y
+
+    return lax.scan(step, x, (w, b))[1]
+
+
+NHWC = ("NHWC", "HWIO", "NHWC")
+X, W, B = (2, 5, 8), (8, 8), (8,)
+STACK = (3, 5, 8), (3, 8, 8), (3, 8)
+IMAGE = (1, 4, 4, 2), (3, 3, 2, 8), B
+
+BIASES = {
+    "row": (layer, X, W, B),
+    "first": (lambda x, w, b: b + x @ w, X, W, B),
+    "one row of rank two": (lambda x, w, b: x @ w + b[None], X, W, B),
+    "broadcast": (lambda x, w, b: x @ w + jnp.broadcast_to(b, X), X, W, B),
+    "of a transposed weight": (lambda x, w, b: x @ w.T + b, X, W, B),
+    "of a weight on the left": (lambda w, x, b: w @ x + b[:, None], W, (8, 5), B),
+    "of a scaled weight": (lambda x, w, b: x @ (w / 8**0.5) + b, X, W, B),
+    "of a normalised weight": (lambda x, w, b: x @ normalised(w) + b, X, W, B),
+    "of a standardised weight": (
+        lambda x, w, b: x @ ((w - w.mean(0)) / w.std(0)) + b,
+        *(X, W, B),
+    ),
+    "after a reshape": (lambda x, w, b: split(x, w) + b, X, W, (2, 4)),
+    "after a transpose": (
+        lambda x, w, b: split(x, w).transpose(0, 2, 1, 3) + b[:, None],
+        *(X, W, (2, 4)),
+    ),
+    "second layer": (lambda x, w, b: layer(jnp.tanh(layer(x, w, b)), w, b), X, W, B),
+    "in a jit": (lambda x, w, b: jax.jit(jnp.add)(x @ w, b), X, W, B),
+    "of a product in a jit": (lambda x, w, b: jax.jit(jnp.dot)(x, w) + b, X, W, B),
+    "in a checkpoint": (jax.checkpoint(layer), X, W, B),
+    "in a scan over layers": (in_a_scan, (5, 8), *STACK[1:]),
+    "several free dimensions": (
+        lambda x, w, b: jnp.einsum("btd,dhk->bthk", x, w) + b,
+        *(X, (8, 2, 4), (2, 4)),
+    ),
+    "feature first": (
+        lambda x, w, b: jnp.einsum("btd,df->fbt", x, w) + b[:, None, None],
+        *(X, W, B),
+    ),
+    "experts": (experts, *STACK),
+    "second layer of experts": (
+        lambda x, w, b: experts(experts(x, w, b), w, b),
+        *STACK,
+    ),
+    "groups": (
+        lambda x, w, b: jnp.einsum("bgd,gdf->bgf", x, w) + b,
+        *((5, 3, 8), *STACK[1:]),
+    ),
+    "vmapped layers": (jax.vmap(layer), *STACK),
+    "vmapped layers of one input": (
+        jax.vmap(layer, (None, 0, 0)),
+        *((5, 8), *STACK[1:]),
+    ),
+    "ragged": (
+        lambda x, w, b: lax.ragged_dot(x, w, jnp.array([2, 3, 0])) + b,
+        *((5, 8), (3, 8, 8), B),
+    ),
+    "convolution": (
+        lambda x, w, b: lax.conv(x, w, (1,), "SAME") + b[:, None],
+        *(X, (8, 5, 3), B),
+    ),
+    "convolution, feature last": (
+        lambda x, w, b: (
+            lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=NHWC) + b
+        ),
+        *IMAGE,
+    ),
+    "transposed convolution": (
+        lambda x, w, b: lax.conv_transpose(x, w, (2, 2), "SAME") + b,
+        *IMAGE,
+    ),
+    "flax": (
+        lambda x, w, b: nn.Dense(8).apply({"params": {"kernel": w, "bias": b}}, x),
+        *(X, W, B),
+    ),
+}
+
+
+def keys_of_a_loop(x, w, mask):
+    step = lambda keys, _: (keys @ w, x @ keys.T + mask)  # noqa: E731
+    return lax.scan(step, x, None, length=2)[1]
+
+
+def cached_keys(x, w, mask):
+    cache = lax.dynamic_update_slice(jnp.ones((5, 8)), x[:1] @ w, (0, 0))
+    return (x @ w) @ cache.T + mask
+
+
+def normed_keys(x, w, mask):
+    norm = nn.LayerNorm(use_bias=False, use_scale=False)
+    q, k = norm.apply({}, x @ w), norm.apply({}, x @ (2 * w))
+    return jnp.einsum("bqd,bkd->bqk", q, k) + mask
+
+
+def alibi(x, w, slopes):
+    return scores(x, w) + slopes[:, None, None] * jnp.arange(5.0)
+
+
+def relative(x, w, slopes):
+    distance = jnp.arange(5.0) - jnp.arange(5.0)[:, None]
+    return scores(x, w) + slopes[:, None, None] * distance
+
+
+def plus(x, w, addend):
+    return scores(x, w) + addend
+
+
+QK = (2, 5, 4), (2, 5, 4)
+
+PROMOTING = {
+    "residual": (lambda x, w, _: x @ w + x, X, W, B),
+    "residual of one row": (lambda x, w, _: x @ w + x, (1, 8), W, B),
+    "residual of one example": (lambda x, w, _: x @ w + x, (8,), W, B),
+    "after an activation": (lambda x, w, b: jnp.tanh(x @ w) + b, X, W, B),
+    "factor": (lambda x, w, b: (x @ w) * b, X, W, B),
+    "positions and features": (lambda x, w, table: x @ w + table, X, W, (5, 8)),
+    "shift by example": (lambda x, w, c: x @ w + c[:, None], X, W, (2, 8)),
+    "mean": (lambda x, w, _: x @ w + x.mean(1, keepdims=True), X, W, B),
+    "alibi": (alibi, X, W, (2,)),
+    "relative alibi": (relative, X, W, (2,)),
+    "relative positions": (plus, X, W, (5, 5)),
+    "relative positions of heads": (plus, X, W, (2, 5, 5)),
+    "broadcast relative positions": (
+        lambda x, w, p: plus(x, w, jnp.broadcast_to(p, (2, 2, 5, 5))),
+        *(X, W, (5, 5)),
+    ),
+    "mask of keys": (plus, X, W, (5,)),
+    "mask of each example's keys": (plus, X, W, (2, 1, 1, 5)),
+    "bias of heads": (plus, X, W, (2, 1, 1)),
+    "mask of one head": (lambda x, w, m: (x @ w) @ (x @ w).T + m, (5, 8), W, (5,)),
+    "mask of normalised keys": (
+        lambda x, w, m: normalised(x @ w) @ normalised(x @ w).T + m,
+        *((5, 8), W, (5,)),
+    ),
+    "mask of keys after a norm": (normed_keys, X, W, (5,)),
+    "mask of keys in a jit": (
+        lambda x, w, m: jax.jit(lambda q, k: q @ k.T + m)(x @ w, normalised(x @ w)),
+        *((5, 8), W, (5,)),
+    ),
+    "mask of keys from a loop": (keys_of_a_loop, (5, 8), W, (5,)),
+    "mask of cached keys": (cached_keys, (5, 8), W, (5,)),
+    "mask of keys that came in": (
+        lambda q, k, m: jnp.einsum("bqd,bkd->bqk", q, k) + m[:, None],
+        *(*QK, (2, 5)),
+    ),
+    "mask of transposed keys that came in": (
+        lambda q, k, m: q @ k.swapaxes(1, 2) + m[:, None],
+        *(*QK, (2, 5)),
+    ),
+    "vmapped mask of keys that came in": (
+        jax.vmap(lambda q, k, m: q @ k.T + m),
+        *(*QK, (2, 5)),
+    ),
+}
+
+
+def assert_dtype(row, device, dtype):
+    fn, *shapes = row
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    found = jax.eval_shape(jamp.autocast(fn, device_type=device), *arguments)
+    assert found.dtype == dtype
+
+
+@pytest.mark.parametrize("device, dtype", DEVICES.items())
+def test_a_bias_is_part_of_its_product(device, dtype):
+    check_each(BIASES, lambda name: assert_dtype(BIASES[name], device, dtype))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_no_bias_promotes(device):
+    check_each(PROMOTING, lambda name: assert_dtype(PROMOTING[name], device, "float32"))
+
+
+@pytest.mark.parametrize("device, dtype", DEVICES.items())
+def test_keys_that_came_in_16_bits_are_no_weight(device, dtype):
+    fn = jamp.autocast(lambda q, k, mask: q @ k.T + mask, device_type=device)
+    q = jnp.ones((5, 8))
+    assert fn(q, q, q[:, 0]).dtype == dtype
+    assert fn(q, q.astype(dtype), q[:, 0]).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_positions_far_apart_are_told_apart(device):
+    rng = np.random.default_rng(0)
+    q, k, v = rng.standard_normal((3, 6, 8)).astype(np.float32)
+    slopes = np.float32([0.37, 0.021])
+
+    def attend(slopes, q, k, v):
+        # Those are near each other; so far out a step of float16 is wider than one.
+        positions = 4099.0 + jnp.arange(6.0)
+        bias = slopes[:, None, None] * positions
+        weights = jax.nn.softmax((q @ jnp.eye(8)) @ (k @ jnp.eye(8)).T / 8 + bias)
+        return jnp.sum((weights @ v)[..., 0])
+
+    with jax.enable_x64(True):
+        wide = [np.float64(x) for x in (slopes, q, k, v)]
+        expected = jax.value_and_grad(attend)(*wide)
+    fn = jamp.autocast(attend, device_type=device)
+    actual = jax.jit(jax.value_and_grad(fn))(slopes, q, k, v)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=0.02), actual, expected
+    )
