@@ -225,14 +225,15 @@ def test_keys_that_came_in_16_bits_are_no_weight(device, dtype):
 @pytest.mark.parametrize("device", DEVICES)
 def test_positions_far_apart_are_told_apart(device):
     rng = np.random.default_rng(0)
-    q, k, v = rng.standard_normal((3, 6, 8)).astype(np.float32)
+    q, k, v = rng.standard_normal((3, 1, 2, 6, 8)).astype(np.float32)
     slopes = np.float32([0.37, 0.021])
 
     def attend(slopes, q, k, v):
         # Those are near each other; so far out a step of float16 is wider than one.
         positions = 4099.0 + jnp.arange(6.0)
         bias = slopes[:, None, None] * positions
-        weights = jax.nn.softmax((q @ jnp.eye(8)) @ (k @ jnp.eye(8)).T / 8 + bias)
+        q, k = (x @ jnp.eye(8) for x in (q / 8, k))
+        weights = jax.nn.softmax(q @ k.swapaxes(2, 3) + bias)
         return jnp.sum((weights @ v)[..., 0])
 
     with jax.enable_x64(True):
