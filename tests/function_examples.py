@@ -85,7 +85,11 @@ _PLAIN: list[tuple[tuple[Any, ...], str]] = [
         optax.losses.cosine_similarity optax.losses.generalized_kl_divergence
         optax.losses.hinge_loss
         optax.losses.huber_loss optax.losses.kl_divergence
+        optax.losses.binary_dice_loss optax.losses.dice_loss
         optax.losses.kl_divergence_with_log_targets optax.losses.l2_loss
+        optax.losses.multiclass_generalized_dice_loss optax.losses.perceptron_loss
+        optax.losses.ranking_softmax_loss optax.losses.safe_softmax_cross_entropy
+        optax.losses.sparsemax_loss
         optax.losses.log_cosh optax.losses.poly_loss_cross_entropy
         optax.losses.sigmoid_binary_cross_entropy optax.losses.sigmoid_focal_loss
         optax.losses.softmax_cross_entropy optax.losses.squared_error
@@ -95,7 +99,8 @@ _PLAIN: list[tuple[tuple[Any, ...], str]] = [
     (
         (X, LABELS),
         """
-        optax.losses.multiclass_hinge_loss optax.losses.ntxent
+        optax.losses.multiclass_hinge_loss optax.losses.multiclass_perceptron_loss
+        optax.losses.multiclass_sparsemax_loss optax.losses.ntxent
         optax.losses.softmax_cross_entropy_with_integer_labels
         """,
     ),
