@@ -5,6 +5,8 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, jaxprs_in_params
 
+from jamp._dtypes import shape_of
+
 
 def equations(
     program: Any, enter: Callable[[JaxprEqn], bool] = lambda eqn: True
@@ -31,6 +33,18 @@ def closed(program: Any) -> Any:
 
 def read_by(eqn: JaxprEqn) -> list[Any]:
     return [atom for atom in eqn.invars if not isinstance(atom, Literal)]
+
+
+def contracted(eqn: JaxprEqn) -> list[Any]:
+    """The sizes of the dimensions over which a product adds up."""
+    left, right = (shape_of(var) for var in eqn.invars[:2])
+    if eqn.primitive.name == "dot_general":
+        (contracting, _), _ = eqn.params["dimension_numbers"]
+        return [left[d] for d in contracting]
+    if eqn.primitive.name == "conv_general_dilated":
+        return [right[d] for d in eqn.params["dimension_numbers"].rhs_spec[1:]]
+    # ragged_dot: every row of the left operand meets one of the matrices.
+    return [left[-1]]
 
 
 def constants(program: Any) -> Iterator[Any]:

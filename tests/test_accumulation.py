@@ -170,3 +170,36 @@ def test_what_is_added_up_keeps_the_dtype_that_it_had(device):
     fn = jamp.autocast(fn, device_type=device)
     found = jax.eval_shape(fn, jnp.ones(3, low), jnp.ones(3))
     assert [result.dtype for result in found] == [low, jnp.float32, jnp.float32, low]
+
+
+FULL_REDUCTIONS = {
+    "sum": jnp.sum,
+    "mean": jnp.mean,
+    "variance": jnp.var,
+    "deviation": jnp.std,
+    "largest": jnp.max,
+    "smallest": jnp.min,
+    "logsumexp": jax.nn.logsumexp,
+    "norm": jnp.linalg.norm,
+    "by hand": lambda h: lax.reduce_sum_p.bind(h, axes=(0, 1), out_sharding=None),
+}
+
+
+@each_device
+@pytest.mark.parametrize("name", FULL_REDUCTIONS)
+def test_a_reduction_to_a_scalar_stays_float32(name, device):
+    fn = in_16_bits(FULL_REDUCTIONS[name], device)
+    found = fn(values(LOW[device], (8, 8), 1.0))
+    assert found.dtype == jnp.float32
+    expected = FULL_REDUCTIONS[name](values(LOW[device], (8, 8), 1.0))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+@each_device
+def test_a_reduced_scalar_promotes_nothing(device):
+    def fn(h):
+        return h - h.mean(), h / h.std(), h.mean(0), h[0, 0] + h.max()
+
+    found = jax.eval_shape(in_16_bits(fn, device), jnp.ones((8, 8)))
+    low = LOW[device]
+    assert [leaf.dtype for leaf in found] == [low, low, low, jnp.float32]

@@ -53,10 +53,10 @@ def test_the_cast_of_a_weight_stands_outside_the_loop():
 def test_the_gradient_of_a_hoisted_weight_is_summed_in_float32():
     # In float16 the sum of 4096 ones would stop at 2048.
     def fn(w):
-        return lax.scan(lambda c, row: (c, (row * 1) @ w), 0.0, jnp.ones((4096, 1)))[1]
+        return lax.scan(lambda c, row: (c, (row * 1) @ w), 0.0, jnp.ones((4096, 2)))[1]
 
     gradient = jax.grad(lambda w: gpu(fn)(w).astype(jnp.float32).sum())
-    assert float(gradient(jnp.ones((1, 1)))[0, 0]) == 4096
+    assert float(gradient(jnp.ones((2, 1)))[0, 0]) == 4096
 
 
 def test_a_loop_keeps_its_parameters():

@@ -163,7 +163,7 @@ CONSTRUCTS["convolved"] = (convolved, (X, jnp.ones((3, 12))))
 CASES = {p.name: (p.fn, p.arguments()) for p in PROGRAMS} | CONSTRUCTS
 # An operation that rounds its own result has another dtype in the jaxpr, and casts of
 # the user's own count as none of autocast's.
-ROUNDED, OWN_CASTS = {"scalars"}, {"cast_by_user"}
+ROUNDED, OWN_CASTS = {"scalars", "scatter_add"}, {"cast_by_user"}
 
 
 def explained(fn, *args, **options):
@@ -187,7 +187,7 @@ def test_figures_are_those_of_the_rewritten_program(name):
 
 @settings(max_examples=20, deadline=None)
 @given(
-    widths=st.lists(st.integers(1, 9), min_size=2, max_size=5),
+    widths=st.lists(st.integers(2, 9), min_size=2, max_size=5),
     rows=st.integers(1, 5),
     steps=st.integers(1, 4),
     device=st.sampled_from(["gpu", "cpu"]),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn, jaxprs_in_params
 
-from jamp import _dtypes, _primitives
+from jamp import _dtypes
 from jamp._explain.residuals import Residuals, elements
 from jamp._plan.records import Entry, Origin, Record
 from jamp._plan.rules import STRUCTURAL
@@ -51,7 +51,7 @@ class Operation:
 
     @property
     def matmul(self) -> bool:
-        return self.record.primitive in _primitives.MATMULS
+        return self.record.is_product
 
     @property
     def decided(self) -> bool:

@@ -10,7 +10,7 @@ from jax.extend.core import JaxprEqn, jaxprs_in_params
 from jamp import _dtypes, _primitives
 from jamp._dtypes import FLOAT32, DType
 from jamp._equations import nested, read_by
-from jamp._plan.plain import explicit_precision
+from jamp._plan.plain import explicit_precision, is_elementwise
 from jamp._plan.plan import Caster, Context, Environment, Float32Call
 from jamp._plan.records import Entry, InnerRecords, Origin, Record, Ruling, originals
 from jamp._plan.values import Traits, Value
@@ -89,10 +89,11 @@ class ListedCall:
             # The user named a dtype, as in softmax(x, dtype=...).
             named: DType = traced
             return named
-        if rule is Rule.FLOAT32:
-            return FLOAT32
         values = self.entered
         rank = max(value.ndim for value in values.values())
+        # A scalar promotes nothing, and a full reduction need not be rounded.
+        if rule is Rule.FLOAT32 or var.aval.ndim == 0 < rank:
+            return FLOAT32
         for source in self.sources.get(var, frozenset()):
             state = values[source]
             same = state.ndim < rank and state.aval.shape == var.aval.shape
@@ -179,7 +180,10 @@ def _plan_in_float32(call: ListedCall, enter: Caster) -> None:
             widened(value) if value.eligible else value
             for value in map(env.read, call.invars)
         ]
-        traits = Traits(data=any(v.traits.data for v in operands if v.rank > 0))
+        traits = Traits(
+            data=any(v.traits.data for v in operands if v.rank > 0),
+            table=all(v.traits.table for v in operands),
+        )
         results = [Value(var.aval, traits) for var in call.outvars]
         narrowed = []
         for var, value in zip(call.outvars, results, strict=True):
@@ -221,6 +225,7 @@ def _is_lowered(eqn: JaxprEqn, options: Options) -> bool:
         name in _primitives.MATMULS
         and options.policy.primitive_rules.get(name) is Rule.LOWER
         and not explicit_precision(eqn)
+        and not is_elementwise(eqn)
     )
 
 

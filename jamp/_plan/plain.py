@@ -13,12 +13,13 @@ from jax.extend.core import JaxprEqn
 from jamp import _dtypes, _primitives
 from jamp._compat import frames, settings
 from jamp._dtypes import FLOAT32, DType
-from jamp._equations import holds_program
+from jamp._equations import contracted, holds_program
 from jamp._plan.biases import free_dims, moved, product_and_bias
 from jamp._plan.plan import Bind, Broadcast, Caster, Equation
 from jamp._plan.records import Origin, Ruling
 from jamp._plan.values import BOOLEAN, Traits, Value, Values, destroyed, held, propagate
 from jamp._policy.functions import code_of
+from jamp._policy.policy import Policy
 from jamp._policy.rules import Rule
 
 
@@ -37,15 +38,29 @@ def choose(rule: Rule, eqn: JaxprEqn, operands: Values, low: DType) -> Dtypes:
                 for var, value in zip(eqn.invars, operands, strict=True)
             )
         )
+    floating = tuple(FLOAT32 if value.eligible else None for value in operands)
+    if rule in (Rule.PROMOTE, Rule.INTERNAL_FLOAT32) and _reduces_fully(eqn, operands):
+        return Dtypes(floating)
     if rule is Rule.PROMOTE:
         found = _promote(eqn, operands)
-        return _summed(found, operands) if _adds_up(eqn, operands) else found
+        return _summed(found, floating, operands) if _adds_up(eqn, operands) else found
     dtype = low if rule is Rule.LOWER else FLOAT32
     if any(_destroyed(value, dtype) for value in operands):
         dtype = FLOAT32
     rounds = rule is Rule.INTERNAL_FLOAT32
     results = (_activation(operands),) * len(eqn.outvars) if rounds else ()
     return Dtypes(tuple(dtype if v.eligible else None for v in operands), results)
+
+
+def _reduces_fully(eqn: JaxprEqn, operands: Values) -> bool:
+    """Whether an equation makes a scalar, which promotes nothing, of an array."""
+    return (
+        eqn.primitive.name in _primitives.REDUCTIONS
+        and not _dtypes.shape_of(eqn.outvars[0])
+        and _dtypes.eligible(_dtypes.dtype_of(eqn.outvars[0]))
+        and operands[0].ndim > 0
+        and not operands[0].follows
+    )
 
 
 def _adds_up(eqn: JaxprEqn, operands: Values) -> bool:
@@ -58,12 +73,12 @@ def _adds_up(eqn: JaxprEqn, operands: Values) -> bool:
     return enlarges and operands[0].eligible and not operands[0].follows
 
 
-def _summed(dtypes: Dtypes, operands: Values) -> Dtypes:
+def _summed(dtypes: Dtypes, floating: Any, operands: Values) -> Dtypes:
     """The same in float32, so that what is added up is rounded once."""
     used = [dtype for dtype in dtypes.operands if dtype is not None]
     own = tuple([value.dtype for value in operands])
     results = dtypes.results or (_dtypes.widest(used),) if used else own
-    return Dtypes(tuple(FLOAT32 if v.eligible else None for v in operands), results)
+    return Dtypes(floating, results)
 
 
 def _activation(operands: Values) -> DType | None:
@@ -135,6 +150,7 @@ def cast_and_bind(equation: Equation, dtypes: Dtypes) -> list[Value]:
     caster.record.operands = used
     traced = tuple(map(_dtypes.dtype_of, eqn.invars))
     traits = _result_traits(eqn, operands, used, caster)
+    traits = traits._replace(table=_is_table(eqn, operands, caster.options.policy))
     results = []
     for var, dtype in zip(eqn.outvars, result_dtypes(eqn, used, traced), strict=True):
         rounded = traits.probability and dtype in _dtypes.LOW_DTYPES
@@ -203,7 +219,8 @@ def _result_traits(
     if caster.record.ruling.rule is Rule.PROMOTE:
         interval = propagate(eqn, [v.traits.interval for v in operands])
     if name in _primitives.MATMULS:
-        if not all(d in _dtypes.LOW_DTYPES for d in used[:2]):
+        low = all(d in _dtypes.LOW_DTYPES for d in used[:2])
+        if not low or is_elementwise(eqn):
             return Traits(data=data)
         return Traits(free=free_dims(eqn, operands, caster.plan.inputs), data=True)
     unsafe = caster.options.policy.unsafe
@@ -222,6 +239,18 @@ def _result_traits(
         if len(firm) == 1 and firm[0].traits.probability:
             return traits._replace(probability=True, rounded=firm[0].traits.rounded)
     return traits
+
+
+def _is_table(eqn: JaxprEqn, operands: Values, policy: Policy) -> bool:
+    """Whether an equation makes something of iota and literals alone.
+
+    What gives random bits, calls back or is unknown runs as traced, and gives data.
+    """
+    name = eqn.primitive.name
+    rule = policy.primitive_rules.get(name, Rule.AS_TRACED)
+    if rule is Rule.AS_TRACED and name not in _primitives.LOGICAL | {"iota"}:
+        return False
+    return all(value.traits.table for value in operands)
 
 
 @cache
@@ -268,6 +297,15 @@ def plan_convert(equation: Equation) -> list[Value]:
         known = held(value.traits.interval, target)
         return [result.knowing(value.traits._replace(interval=known))]
     return [caster.cast(value, target)]
+
+
+def is_elementwise(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a product that adds nothing up."""
+    name = eqn.primitive.name
+    grouped = eqn.params.get("feature_group_count", 1) > 1
+    if name not in _primitives.MATMULS or grouped or name == "ragged_dot_general":
+        return False
+    return all(isinstance(size, int) and size == 1 for size in contracted(eqn))
 
 
 def explicit_precision(eqn: JaxprEqn) -> bool:

@@ -16,7 +16,12 @@ from jax.extend.core import JaxprEqn
 from jamp._compat import is_plain_array
 from jamp._errors import BannedOpError, JampWarning
 from jamp._plan.listed_calls import ListedCall, plan_listed_call
-from jamp._plan.plain import plan_as_traced, plan_convert, plan_plain
+from jamp._plan.plain import (
+    is_elementwise,
+    plan_as_traced,
+    plan_convert,
+    plan_plain,
+)
 from jamp._plan.plan import Caster, Context, Environment, Equation, Plan
 from jamp._plan.records import Origin, Record, Ruling
 from jamp._plan.rules import STRUCTURAL, StructuralRule
@@ -269,6 +274,10 @@ def primitive_ruling(eqn: JaxprEqn, operands: Values, policy: Policy) -> Ruling:
     rule = rules.get(name)
     if rule is None:
         return Ruling(Rule.AS_TRACED, Origin.DEFAULT, name, policy.name)
+    if rule is Rule.LOWER and is_elementwise(eqn):
+        return Ruling(Rule.PROMOTE, Origin.ELEMENTWISE, name, policy.name)
+    if rule is Rule.LOWER and all(value.traits.table for value in operands):
+        return Ruling(Rule.PROMOTE, Origin.TABLE, name, policy.name)
     return Ruling(rule, Origin.PRIMITIVE, name, policy.name)
 
 

@@ -15,6 +15,7 @@ from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes, _primitives
 from jamp._dtypes import DType
+from jamp._equations import contracted
 from jamp._policy.functions import Function
 from jamp._policy.rules import Rule
 from jamp._tracing.origin import Location, location
@@ -27,6 +28,8 @@ class Origin(enum.Enum):
     PRIMITIVE = "primitive"
     DEFAULT = "default"
     OPAQUE = "opaque"
+    ELEMENTWISE = "elementwise"
+    TABLE = "table"
 
 
 class Ruling(NamedTuple):
@@ -59,6 +62,10 @@ class Ruling(NamedTuple):
             if self.entry in _primitives.MATMULS:
                 return "precision asked for in the program"
             return f"{self.label} runs only in the dtypes it was traced in"
+        if self.origin is Origin.ELEMENTWISE:
+            return f"{self.label} that adds nothing up is elementwise"
+        if self.origin is Origin.TABLE:
+            return "made of iota and literals alone"
         return f"{self.label} in {self.policy}"
 
 
@@ -91,8 +98,14 @@ class Record:
         return found
 
     @property
+    def is_product(self) -> bool:
+        """Whether it is a matmul or a convolution, and adds up."""
+        elementwise = self.ruling.origin is Origin.ELEMENTWISE
+        return self.primitive in _primitives.MATMULS and not elementwise
+
+    @property
     def flops(self) -> float:
-        return flops(self.eqn) if self.primitive in _primitives.MATMULS else 0.0
+        return flops(self.eqn) if self.is_product else 0.0
 
     @property
     def low(self) -> bool:
@@ -122,16 +135,6 @@ def originals(entries: list[Entry]) -> Iterator[Record]:
 
 
 def flops(eqn: JaxprEqn) -> float:
-    left, right = (_dtypes.shape_of(var) for var in eqn.invars[:2])
-    result = _dtypes.shape_of(eqn.outvars[0])
-    if any(not isinstance(size, int) for size in (*left, *right, *result)):
-        return 0.0
-    if eqn.primitive.name == "dot_general":
-        (contracting, _), _ = eqn.params["dimension_numbers"]
-        inner = [left[d] for d in contracting]
-    elif eqn.primitive.name == "conv_general_dilated":
-        inner = [right[d] for d in eqn.params["dimension_numbers"].rhs_spec[1:]]
-    else:
-        # ragged_dot: every row of the left operand meets one of the matrices.
-        inner = [left[-1]]
-    return float(2 * math.prod(result) * math.prod(inner))
+    sizes = [*_dtypes.shape_of(eqn.outvars[0]), *contracted(eqn)]
+    known = all(isinstance(size, int) for size in sizes)
+    return float(2 * math.prod(sizes)) if known else 0.0

@@ -185,6 +185,7 @@ class Traits(NamedTuple):
     data: bool = False
     probability: bool = False  # whether a sigmoid, a softmax or the like gave it
     rounded: DType | None = None  # the 16-bit dtype that such a probability has had
+    table: bool = False  # whether it is made of iota and literals alone
 
 
 class Value:
@@ -220,7 +221,8 @@ class Value:
 
     @classmethod
     def literal(cls, literal: Any) -> Value:
-        return cls(literal.aval, Traits(_range_of(literal.val)), known=literal.val)
+        traits = Traits(_range_of(literal.val), table=literal.aval.ndim == 0)
+        return cls(literal.aval, traits, known=literal.val)
 
     def knowing(self, traits: Traits) -> Value:
         """The same array, of which something else is known."""
