@@ -27,8 +27,8 @@ def grid(kind=AxisType.Auto):
 
 
 def rows():
-    """Activations with a row for each device, and a weight."""
-    return normal(8, 4), normal(4, 4, seed=1, scale=0.5)
+    """Activations with two rows for each device, and a weight."""
+    return normal(16, 4), normal(4, 4, seed=1, scale=0.5)
 
 
 def placed(on, *specs):
@@ -137,7 +137,7 @@ def jitted_with_shardings(x, w):
 
 def pmapped(x, w):
     body = lambda x, w: jnp.tanh(x @ w) - lax.pmean(x @ w, "i")  # noqa: E731
-    return jax.pmap(body, "i", in_axes=(0, None))(x, w)
+    return jax.pmap(body, "i", in_axes=(0, None))(x.reshape(8, 2, 4), w)
 
 
 NO_DERIVATIVE = "JAX has no derivative of pmax"
@@ -181,13 +181,13 @@ CONSTRUCTS = (
         compiled(
             lambda x, w: lax.psum_scatter(x @ w, "i", tiled=True),
             (P(None, "i"), P("i")),
-            on=lambda: mesh(i=4),
+            on=lambda: mesh(i=2),
         ),
         rows,
     ),
     Construct(
         "shard_map_all_to_all",
-        compiled(transposed_between_devices, on=lambda: mesh(i=4)),
+        compiled(transposed_between_devices, on=lambda: mesh(i=2)),
         rows,
     ),
     Construct(
