@@ -30,6 +30,8 @@ ENLARGING = _names("broadcast_in_dim broadcast_to tile")
 ADDING = _names(
     "psum psum_invariant reduce_scatter scatter-add scatter-mul scatter-sub"
 )
+# A loop adds up in them, if it goes round with what they take.
+CARRYING = ADDING | _names("add add_any select_n sub")
 # Their gradient adds up.
 REPEATING = ENLARGING | _names("dynamic_slice gather pbroadcast pvary")
 REDUCTIONS = _names(

@@ -84,6 +84,10 @@ REPEATING = {
     "columns": lambda h: h[:, None][ROWS, 0],
     "repeat": lambda h: jnp.repeat(h, TERMS),
     "tile": lambda h: jnp.tile(h, TERMS),
+    "dynamic_slice": lambda h: lax.map(
+        lambda i: lax.dynamic_slice(h, (i,), (1,))[0], jnp.zeros(TERMS, int)
+    ),
+    "a loop": lambda h: lax.scan(lambda c, _: (c, h[0] * 1), 0, length=TERMS)[1],
     "dynamic_slice_of_many": lambda h: jax.vmap(
         lambda i: lax.dynamic_index_in_dim(h, i, keepdims=False)
     )(ROWS),
@@ -203,3 +207,79 @@ def test_a_reduced_scalar_promotes_nothing(device):
     found = jax.eval_shape(in_16_bits(fn, device), jnp.ones((8, 8)))
     low = LOW[device]
     assert [leaf.dtype for leaf in found] == [low, low, low, jnp.float32]
+
+
+def added_in_turn(h):
+    return lax.scan(lambda c, x: (c + x, None), h[0], h[1:])[0]
+
+
+def added_by_index(h):
+    return lax.fori_loop(1, TERMS, lambda i, c: h[i] + c, h[0])
+
+
+def added_while(h):
+    def step(state):
+        return state[0] + 1, state[1] + h[state[0]]
+
+    return lax.while_loop(lambda state: state[0] < TERMS, step, (1, h[0]))[1]
+
+
+def added_by_a_jitted_step(h):
+    step = jax.jit(lambda c, x: (jnp.where(x > 0, c + x, c), None))
+    return lax.scan(step, h[0], h[1:])[0]
+
+
+def added_in_nested_loops(h):
+    return lax.scan(
+        lambda c, row: (lax.scan(lambda c, x: (c + x, None), c, row)[0], None),
+        h[0] * 0,
+        h.reshape(-1, 100),
+    )[0]
+
+
+def scattered_in_turn(h):
+    start = h[:1] * 0
+    return lax.scan(lambda c, x: (c.at[0].add(x), None), start, h)[0]
+
+
+LOOPS = {
+    "scan": added_in_turn,
+    "fori_loop": added_by_index,
+    "while_loop": added_while,
+    "jit": added_by_a_jitted_step,
+    "nested": added_in_nested_loops,
+    "scatter": scattered_in_turn,
+}
+
+
+@each_device
+@pytest.mark.parametrize("name", LOOPS)
+def test_what_a_loop_adds_up_is_rounded_once(name, device):
+    x, low = values(LOW[device]), LOW[device]
+    fn = jax.jit(in_16_bits(LOOPS[name], device))
+    found = fn(x)
+    assert found.dtype == low
+    assert_rounded_once(found, np.float64(x).sum(), low)
+
+
+@each_device
+def test_readers_of_a_loops_sum_see_16_bits(device):
+    def fn(h):
+        def step(total, row):
+            total = total + jnp.tanh(total @ h[:4])
+            return total, (total, total * row)
+
+        return lax.scan(step, h[0], h)
+
+    found = jax.eval_shape(in_16_bits(fn, device), jnp.ones((8, 4)))
+    assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype(LOW[device])}
+
+
+@each_device
+def test_a_hidden_state_that_is_no_sum_stays_in_16_bits(device):
+    def fn(h, w):
+        return lax.scan(lambda c, row: (jnp.tanh(c @ w + row @ w), c), h[0] @ w, h)
+
+    program = traced(jamp.autocast(fn, device_type=device), *[jnp.ones((4, 4))] * 2)
+    (loop,) = [eqn for eqn in equations(program) if eqn.primitive.name == "scan"]
+    assert loop.outvars[0].aval.dtype == LOW[device]

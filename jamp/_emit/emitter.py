@@ -1,7 +1,7 @@
 """The loop over a plan's steps, and the actions that are one binding."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import jax
@@ -52,7 +52,7 @@ class Emitter:
             return env[value.number] if value.known is None else value.known
 
         for step in plan.steps:
-            with _source_of(*step.source):
+            with _source_of(*step.source) if step.source else nullcontext():
                 for action in step.actions:
                     taken = [read(value) for value in action.operands]
                     made = _emissions[_kind(action)](self, action, taken)

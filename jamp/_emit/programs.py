@@ -130,12 +130,23 @@ def emit_scan(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
     params, slots, (plan,) = action.eqn.params, action.slots, action.plans
     count, num_carry = scan_counts(params)
     end = len(arrays) - len(slots)
-    shared, extras = arrays[:count], list(map(lax.stop_gradient, arrays[end:]))
+    # What is perturbed of arrays in 16 bits is wide, for their gradients to add up.
+    wide = [
+        array
+        if action.context.linear or not _dtypes.narrow(array.dtype)
+        else convert(array, _dtypes.FLOAT32)
+        for array in arrays[:count]
+    ]
+    narrow = list(map(lax.stop_gradient, [*arrays[:count], *arrays[end:]]))
 
     def step(carried: Sequence[Any], slices: Sequence[Any]) -> tuple[Any, Any]:
+        shared = [
+            array if array.dtype == own.dtype else _narrowed(array, own)
+            for array, own in zip(wide, narrow, strict=False)
+        ]
         casts = [
-            _narrowed(shared[slot], extra)
-            for slot, extra in zip(slots, extras, strict=True)
+            _narrowed(wide[slot], extra)
+            for slot, extra in zip(slots, narrow[count:], strict=True)
         ]
         results = emitter.run(plan, [*shared, *carried, *slices, *casts])
         carried = convert_all(results[:num_carry], action.dtypes[:num_carry])

@@ -66,11 +66,20 @@ def _reduces_fully(eqn: JaxprEqn, operands: Values) -> bool:
 def _adds_up(eqn: JaxprEqn, operands: Values) -> bool:
     """Whether an equation, or its gradient, adds up values of the program."""
     name = eqn.primitive.name
+    if _carried_sum(eqn, operands):
+        return True
     if name not in _primitives.REPEATING:
         return name in _primitives.ADDING and any(v.eligible for v in operands)
     size = math.prod(_dtypes.shape_of(eqn.outvars[0]))
     enlarges = name not in _primitives.ENLARGING or operands[0].aval.size != size
     return enlarges and operands[0].eligible and not operands[0].follows
+
+
+def _carried_sum(eqn: JaxprEqn, operands: Values) -> DType | None:
+    """The dtype that readers see of a loop's sum to which an equation adds, if any."""
+    if eqn.primitive.name not in _primitives.CARRYING:
+        return None
+    return next(filter(None, (value.traits.sums for value in operands)), None)
 
 
 def _summed(dtypes: Dtypes, floating: Any, operands: Values) -> Dtypes:
@@ -150,7 +159,8 @@ def cast_and_bind(equation: Equation, dtypes: Dtypes) -> list[Value]:
     caster.record.operands = used
     traced = tuple(map(_dtypes.dtype_of, eqn.invars))
     traits = _result_traits(eqn, operands, used, caster)
-    traits = traits._replace(table=_is_table(eqn, operands, caster.options.policy))
+    table = _is_table(eqn, operands, caster.options.policy)
+    traits = traits._replace(table=table, sums=None)
     results = []
     for var, dtype in zip(eqn.outvars, result_dtypes(eqn, used, traced), strict=True):
         rounded = traits.probability and dtype in _dtypes.LOW_DTYPES
@@ -161,10 +171,13 @@ def cast_and_bind(equation: Equation, dtypes: Dtypes) -> list[Value]:
     device_type = context.region.device_type
     caster.plan.add(Bind(cast, results, eqn, used if changed else None, device_type))
     targets = dtypes.results or (None,) * len(results)
-    return [
+    seen = [
         caster.cast(value, dtype) if dtype and value.eligible else value
         for value, dtype in zip(results, targets, strict=True)
     ]
+    if dtypes.results and _carried_sum(eqn, operands) in dtypes.results:
+        return [a.seen(b) for a, b in zip(results, seen, strict=True)]
+    return seen
 
 
 def _operand(equation: Equation, value: Value, dtype: DType) -> Value:

@@ -22,7 +22,7 @@ from jamp._plan.plain import (
     plan_convert,
     plan_plain,
 )
-from jamp._plan.plan import Caster, Context, Environment, Equation, Plan
+from jamp._plan.plan import Cast, Caster, Context, Environment, Equation, Plan
 from jamp._plan.records import Origin, Record, Ruling
 from jamp._plan.rules import STRUCTURAL, StructuralRule
 from jamp._plan.values import Traits, Value, Values
@@ -89,7 +89,8 @@ class _Planner:
 
     def plan(self, program: Any, inputs: Values, context: Context) -> Plan:
         plan = Plan(inputs)
-        plan.results = self.inline(program, inputs, context, plan)
+        seen = [_seen(value, plan) for value in inputs]
+        plan.results = self.inline(program, seen, context, plan)
         order = sorted(plan.extras, key=lambda extra: (extra[0], extra[1].name))
         plan.extras = {extra: plan.extras[extra] for extra in order}
         # What comes in narrower may go out again without any equation having changed.
@@ -251,6 +252,15 @@ class _Planner:
             "region with jamp.autocast(enabled=False), or write it in a way that the "
             "policy allows"
         )
+
+
+def _seen(value: Value, plan: Plan) -> Value:
+    if not value.is_kept:
+        return value
+    plan.changed = True
+    narrow = Value.of(value.aval, value.traits.sums, value.traits)
+    plan.add(Cast((value,), (narrow,)))
+    return value.seen(narrow)
 
 
 def user_ruling(scope: Scope) -> Ruling | None:

@@ -15,11 +15,13 @@ import jax
 
 from jamp import _dtypes, _primitives
 from jamp._compat import scan_counts
+from jamp._dtypes import FLOAT32
 from jamp._equations import closed
 from jamp._plan.derivative_rules import trace_jvp
 from jamp._plan.plan import Equation, Plan
 from jamp._plan.records import Conversion
 from jamp._plan.values import Traits, Value, Values
+from jamp._policy.rules import Rule
 from jamp._tracing.regions import holds_region, tracing
 
 StructuralRule = Callable[[Equation], list[Value]]
@@ -47,10 +49,24 @@ def structural(*names: str) -> Callable[[StructuralRule], StructuralRule]:
 @structural("jit")
 def plan_jit(equation: Equation) -> list[Value]:
     """Plans a jitted function; it keeps its name, donation, inlining and shardings."""
-    operands = equation.operands
+    operands = [value.kept for value in equation.operands]
     slots = range(len(operands))
     inner = equation.inner(equation.eqn.params["jaxpr"], operands, hoisted=slots)
-    return equation.calling(inner, [*operands, *equation.extras(operands, inner)])
+    inner.results = [value.kept for value in inner.results]
+    extras = equation.extras(operands, inner)
+    return _seen(equation, equation.calling(inner, [*operands, *extras]))
+
+
+def _seen(equation: Equation, results: Values) -> list[Value]:
+    """What readers see of results, some of which are a loop's sums in float32."""
+
+    def seen(value: Value) -> Value:
+        low = value.traits.sums
+        if low is None or not value.is_kept:
+            return value
+        return value.seen(equation.caster.cast(value, low))
+
+    return list(map(seen, results))
 
 
 @structural("call", "closed_call", "eval_jaxpr", "remat_opt")
@@ -98,15 +114,22 @@ def plan_scan(equation: Equation) -> list[Value]:
 
     inner, settled, changed = _settle(carry, body)
     equation.note(inner)
-    if not (inner.changed or changed):
+    # Its emission has their gradients added up in float32.
+    rewrites = equation.caster.record.ruling.rule is not Rule.AS_TRACED
+    adds_up = rewrites and any(_dtypes.narrow(value.dtype) for value in consts)
+    if not (inner.changed or changed or adds_up):
         return equation.as_traced()
+    equation.plan.changed = True
     _note_casts(equation, inner, settled)
     extras = equation.extras(consts, inner)
-    return equation.add(
+    sums = [Traits(sums=value.traits.sums) for value in inner.results[:num_carry]]
+    results = equation.add(
         [inner],
         [*settled, *inner.dtypes[num_carry:]],
         [*consts, *_in_dtypes(equation, carry, settled), *slices, *extras],
+        [*sums, *(Traits() for _ in inner.results[num_carry:])],
     )
+    return _seen(equation, results)
 
 
 @structural("while")
@@ -128,11 +151,13 @@ def plan_while(equation: Equation) -> list[Value]:
         return equation.as_traced()
     extras = equation.extras(body_consts, inner)
     _note_casts(equation, inner, settled)
-    return equation.add(
+    results = equation.add(
         [test, inner],
         settled,
         [*cond_consts, *body_consts, *_in_dtypes(equation, carry, settled), *extras],
+        [Traits(sums=value.traits.sums) for value in inner.results],
     )
+    return _seen(equation, results)
 
 
 @structural("cond")
@@ -192,8 +217,31 @@ def _settle(
         if after in seen[:-1] or len(seen) > len(carry) + 1:
             after = [_meet(options) for options in zip(dtypes, after, strict=True)]
         if after == dtypes:
+            inner, dtypes = _keep_sums(carry, body, inner, dtypes)
             return inner, dtypes, dtypes != seen[0]
         seen.append(after)
+
+
+def _keep_sums(
+    carry: Values, body: Callable[[Values], Plan], inner: Plan, dtypes: list[Any]
+) -> tuple[Plan, list[Any]]:
+    """Keeps what a loop adds up in 16 bits in float32; its readers see 16 bits."""
+    sums = [dtype if dtype in _dtypes.LOW_DTYPES else None for dtype in dtypes]
+    while any(sums):
+        kept = [FLOAT32 if low else own for low, own in zip(sums, dtypes, strict=True)]
+        marked = [
+            value.knowing(value.traits._replace(sums=low))
+            for value, low in zip(_carried(carry, kept), sums, strict=True)
+        ]
+        trial = body(marked)
+        found = [value.kept for value in trial.results[: len(carry)]]
+        given = {value.number for value in trial.inputs}
+        adds = [value.is_kept and value.number not in given for value in found]
+        if all(does or not low for does, low in zip(adds, sums, strict=True)):
+            trial.results = [*found, *trial.results[len(carry) :]]
+            return trial, kept
+        sums = [low if does else None for low, does in zip(sums, adds, strict=True)]
+    return inner, dtypes
 
 
 def _carried(carry: Values, dtypes: Sequence[Any]) -> list[Value]:

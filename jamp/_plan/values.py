@@ -186,6 +186,8 @@ class Traits(NamedTuple):
     probability: bool = False  # whether a sigmoid, a softmax or the like gave it
     rounded: DType | None = None  # the 16-bit dtype that such a probability has had
     table: bool = False  # whether it is made of iota and literals alone
+    # The 16-bit dtype that readers see of a loop's sum, which is kept in float32.
+    sums: DType | None = None
 
 
 class Value:
@@ -230,6 +232,23 @@ class Value:
         other.number, other.casts = self.number, self.casts
         other.prepared = self.prepared
         return other
+
+    @property
+    def kept(self) -> Value:
+        """What programs hand on: of a loop's sum the float32 that it is kept in."""
+        wide = self.casts.get(_dtypes.FLOAT32) if self.traits.sums else None
+        return wide.knowing(self.traits) if wide else self
+
+    @property
+    def is_kept(self) -> bool:
+        return self.traits.sums is not None and self.dtype == _dtypes.FLOAT32
+
+    def seen(self, narrow: Value) -> Value:
+        """What readers see of a sum that is kept; those in float32 see the sum."""
+        known = narrow.traits._replace(sums=narrow.dtype)
+        wide = self.knowing(self.traits._replace(sums=None))
+        narrow.casts[_dtypes.FLOAT32] = wide
+        return narrow.knowing(known)
 
     @property
     def ndim(self) -> int:
