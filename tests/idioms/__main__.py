@@ -16,16 +16,28 @@ def main() -> None:
     parser.add_argument("--policy", choices=LOW, action="append")
     parser.add_argument("-k", default="", help="a pattern of the idioms' names")
     parser.add_argument("--all", action="store_true", help="safe cases too")
+    parser.add_argument(
+        "--torch",
+        choices=["as-written", "float"],
+        help="measure torch.autocast on CPUs, without or with .float() at the start",
+    )
     parser.add_argument("--write", action="store_true", help=f"write {UNSAFE.name}")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", "this processor has no instructions")
     # What makes a small program fast takes longer than running it a few times.
     jax.config.update("jax_disable_most_optimizations", True)
     policies = tuple(options.policy or LOW)
+    runs, names = {}, NAMED
+    if options.torch:
+        from .in_torch import WITHOUT, in_torch
+
+        policies, cast = ("cpu",), options.torch == "float"
+        runs = {"runs": lambda idiom, _: in_torch(idiom, cast=cast)}
+        names = {name: idiom for name, idiom in NAMED.items() if name not in WITHOUT}
     found = []
-    for idiom in NAMED.values():
+    for idiom in names.values():
         if re.search(options.k, idiom.name):
-            for case in cases(idiom, policies):
+            for case in cases(idiom, policies, **runs):
                 found.append(case)
                 if options.all or not case.safe:
                     print(case, flush=True)

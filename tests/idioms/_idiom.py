@@ -17,11 +17,13 @@ class Idiom(NamedTuple):
       fn: takes the activation and the parameters.
       shape: the activation's; its last dimension comes out of a product.
       parameters: arrays; those of integers are not differentiated.
+      steps: how many roundings one after another are its nature.
     """
 
     fn: Callable[..., Any]
     shape: tuple[int, ...]
     parameters: tuple[np.ndarray, ...]
+    steps: int = 8
 
     @property
     def name(self) -> str:
@@ -62,7 +64,9 @@ def one_hot(n: int, classes: int) -> np.ndarray:
 class Table(dict[str, Idiom]):
     """The idioms of one file, by name."""
 
-    def add(self, *parameters: Any, x: tuple[int, ...] = (8, 32)) -> Callable[..., Any]:
+    def add(
+        self, *parameters: Any, x: tuple[int, ...] = (8, 32), steps: int = 8
+    ) -> Callable[..., Any]:
         """Takes down the function below, which is called with these parameters."""
 
         def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,7 +74,7 @@ class Table(dict[str, Idiom]):
             arrays = tuple(
                 p if isinstance(p, np.ndarray) else np.float32(p) for p in parameters
             )
-            self[fn.__name__] = Idiom(fn, x, arrays)
+            self[fn.__name__] = Idiom(fn, x, arrays, steps)
             return fn
 
         return decorate

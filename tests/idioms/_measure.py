@@ -2,7 +2,7 @@
 
 The activation comes out of a product that rounds nothing more: float32 and 16 bits
 begin with the same numbers. An error is counted in spacings of the 16-bit dtype at the
-largest number of a result: its `eps` times that number.
+largest number of a result: its `eps` times that number, or its smallest number.
 """
 
 import math
@@ -20,11 +20,11 @@ from ._programs import contracts, differentiated, flat, with_16_bit_products
 
 LOW: dict[str, Any] = {"gpu": jnp.float16, "cpu": jnp.bfloat16}
 
-# An idiom is a handful of steps. A step whose result has 16 bits in torch too is a
-# rounding, half a spacing: four spacings leave room for eight of them. A derivative
-# goes through the steps once forward and once back, with about two products for each.
+# Spacings for each step. One whose result has 16 bits in torch too is a rounding, half
+# a spacing. A derivative goes through the steps once forward and once back, with about
+# two products for each.
 PASSES = ("forward", "gradient")
-BOUNDS = {"forward": 4.0, "gradient": 16.0}
+BOUNDS = {"forward": 0.5, "gradient": 2.0}
 
 # Products that the policy lowers round operands and results. What that does to a result
 # is measured on the reference; rounded elsewhere, they are as far off in another way.
@@ -36,6 +36,7 @@ FLOAT32 = 0.25
 # The largest gradient of the activation, where a loss scaler keeps those of float16.
 LARGEST_GRADIENT = 2.0**-4
 LARGEST_COTANGENT = 2.0**14
+SMALLEST_FACTOR = 2.0**-24  # no scaler goes there
 
 
 class Case(NamedTuple):
@@ -155,10 +156,10 @@ def _under_autocast(idiom: Idiom, policy: str) -> Any:
     )
 
 
-def _factor(gradient: np.ndarray, cotangents: list[np.ndarray]) -> float:
+def _factor(gradient: np.ndarray, cotangents: list[np.ndarray], low: Any) -> float:
     """The power of two by which a loss scaler would have multiplied the cotangents."""
     largest = _largest(gradient)
-    if not largest or not math.isfinite(largest):
+    if low == jnp.bfloat16 or not largest or not math.isfinite(largest):
         return 1.0
     most = LARGEST_COTANGENT / max(map(_largest, cotangents))
     return float(2.0 ** math.floor(math.log2(min(LARGEST_GRADIENT / largest, most))))
@@ -169,22 +170,28 @@ def _error(got: np.ndarray, expected: np.ndarray) -> float:
     return error if math.isfinite(error) else math.inf
 
 
-def _spacings(error: float, spacing: float) -> float:
-    return error / spacing if spacing else (math.inf if error else 0.0)
-
-
 def _compared(
-    of: str, idiom: _Reference, x: np.ndarray, low: Any, got: _Numbers, want: _Numbers
+    of: str,
+    idiom: _Reference,
+    x: np.ndarray,
+    low: Any,
+    got: _Numbers,
+    want: _Numbers,
+    factor: float,
 ) -> tuple[float, float] | None:
-    """The error and what is allowed, of the worst array; None if float32 is lost."""
-    eps, bound = float(jnp.finfo(low).eps), BOUNDS[of]
+    """The error and what is allowed, of the worst array.
+
+    None where float32 is lost, or where a 16-bit product overflows.
+    """
     part = PASSES.index(of)
+    info, bound = jnp.finfo(low), idiom.idiom.steps * BOUNDS[of]
+    eps, least = float(info.eps), float(info.smallest_subnormal) / factor
     errors = [_error(*pair) for pair in zip(got[part], want[part], strict=True)]
     magnitudes = [_largest(array) for array in want[part]]
 
     def spacings(values: list[float]) -> list[float]:
         return [
-            _spacings(value, eps * magnitude)
+            value / max(eps * magnitude, least)
             for value, magnitude in zip(values, magnitudes, strict=True)
         ]
 
@@ -198,22 +205,30 @@ def _compared(
     exact, rounded = idiom.float64(x)[part], idiom.products(x, low)[part]
     lost = [_error(*pair) for pair in zip(want[part], exact, strict=True)]
     products = [_error(*pair) for pair in zip(want[part], rounded, strict=True)]
-    if max(spacings(lost)) > FLOAT32 * bound:
+    if max(spacings(lost)) > FLOAT32 * bound or math.inf in products:
         return None
     pairs = zip(spacings(errors), spacings(products), strict=True)
     found = [(error, bound + PRODUCTS * product) for error, product in pairs]
     return max(found, key=lambda pair: pair[0] / pair[1])
 
 
-def cases(idiom: Idiom, policies: tuple[str, ...] = tuple(LOW)) -> Iterator[Case]:
-    """Compares an idiom under autocast with float32, at every magnitude."""
+def cases(
+    idiom: Idiom, policies: tuple[str, ...] = tuple(LOW), runs: Any = _under_autocast
+) -> Iterator[Case]:
+    """Compares an idiom under autocast with float32, at every magnitude.
+
+    Args:
+      idiom: what is run.
+      policies: the policies to run it under.
+      runs: takes the idiom and a policy, and returns what runs it under autocast.
+    """
     reference = _Reference(idiom)
     for policy in policies:
-        run, low = _under_autocast(idiom, policy), LOW[policy]
+        run, low = runs(idiom, policy), LOW[policy]
         for magnitude in MAGNITUDES:
             x = idiom.activation(*magnitude).astype(low).astype(np.float32)
             want = reference.float32(x)
-            factor = _factor(want.gradient[0], reference.cotangents)
+            factor = _factor(want.gradient[0], reference.cotangents, low)
             scaled = [np.float32(factor) * c for c in reference.cotangents]
             results, _ = returned = run(x, idiom.parameters, scaled)
             got = _numbers(returned)
@@ -225,7 +240,9 @@ def cases(idiom: Idiom, policies: tuple[str, ...] = tuple(LOW)) -> Iterator[Case
                 for array, most in zip(want.forward, largest, strict=True)
             ) or not all(np.isfinite(array).all() for array in want.gradient):
                 continue
-            for of in PASSES:
-                worst = _compared(of, reference, x, low, got, want)
+            for of, scaled_by in zip(PASSES, (1.0, factor), strict=True):
+                if scaled_by < SMALLEST_FACTOR:
+                    continue
+                worst = _compared(of, reference, x, low, got, want, scaled_by)
                 if worst is not None:
                     yield Case(idiom.name, policy, *magnitude, of, *worst)

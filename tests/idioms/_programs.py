@@ -54,7 +54,7 @@ def contracts(jaxpr: object) -> bool:
 def with_16_bit_products(jaxpr: ClosedJaxpr, low: Any) -> Callable[..., Any]:
     """A program that rounds the operands and the results of its products.
 
-    So does its derivative. Products in loops stay as they are.
+    So does its derivative.
     """
     info = jnp.finfo(low)
 
@@ -79,6 +79,10 @@ def with_16_bit_products(jaxpr: ClosedJaxpr, low: Any) -> Callable[..., Any]:
                 product = primitive.bind(*map(rounded, operands), **parameters)
                 results = [rounded(product)]
             else:
+                if primitive.name == "scan" and contracts(parameters["jaxpr"]):
+                    body = with_16_bit_products(parameters["jaxpr"], low)
+                    made = jax.make_jaxpr(body)(*parameters["jaxpr"].in_avals)
+                    parameters = parameters | {"jaxpr": made}
                 parameters = primitive.get_bind_params(parameters)
                 results = primitive.bind(*operands, **parameters)
                 results = results if primitive.multiple_results else [results]

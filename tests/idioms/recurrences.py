@@ -243,7 +243,7 @@ def residual_stream_of_norms(x, g):
     return h
 
 
-@add(x=(32, 8))
+@add(x=(32, 8), steps=31)
 def highway_of_many_residuals(x):
     h = x[0]
     for update in x[1:]:
