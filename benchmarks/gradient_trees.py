@@ -96,9 +96,9 @@ def mixed() -> Tree:
     }
 
 
-def large_and_tiny() -> Tree:
+def large_and_tiny(number: int = 70) -> Tree:
     """Two leaves of several tiles among more tiny ones than a launch takes."""
-    tiny = {f"tiny{k}": (64,) for k in range(70)}
+    tiny = {f"tiny{k}": (64,) for k in range(number)}
     return _float32({"first": (300, 64), **tiny, "last": (20_000,)})
 
 
