@@ -69,25 +69,28 @@ def reversed_rows(floats):
     return [leaf[::-1] if leaf.ndim else leaf for leaf in floats]
 
 
+@functools.cache
+def jvp(name, device=None):
+    """Floating results of a construct, under autocast if on a device, and tangents."""
+    fn, floats = of_floats(name, lambda fn: cast(fn, device) if device else fn)
+    run = jax.jit(lambda *args: jax.jvp(fn, *args))
+    return run((floats,), (reversed_rows(floats),))
+
+
 @each_device
 @pytest.mark.parametrize("name", FORWARD)
 def test_jvp_gives_tangents_in_the_dtypes_of_the_results(name, device):
-    fn, floats = of_floats(name, lambda fn: cast(fn, device))
-    plain, _ = of_floats(name)
-    direction = reversed_rows(floats)
-    run = jax.jit(lambda fn, *args: jax.jvp(fn, *args), static_argnums=0)
-    values, tangents = run(fn, (floats,), (direction,))
+    values, tangents = jvp(name, device)
     assert dtypes(tangents) == dtypes(values)
-    assert_near(tangents, run(plain, (floats,), (direction,))[1], device, 2)
+    assert_near(tangents, jvp(name)[1], device, 2)
 
 
 @pytest.mark.parametrize("name", FORWARD)
 def test_linearize_gives_the_tangents_of_jvp(name):
     fn, floats = of_floats(name, lambda fn: cast(fn, "gpu"))
     direction = reversed_rows(floats)
-    by_linearize = lambda: jax.linearize(fn, floats)[1](direction)  # noqa: E731
-    expected = jax.jit(lambda: jax.jvp(fn, (floats,), (direction,))[1])()
-    actual = jax.jit(by_linearize)()
+    actual = jax.jit(lambda: jax.linearize(fn, floats)[1](direction))()
+    _, expected = jvp(name, "gpu")
     assert dtypes(actual) == dtypes(expected)
     assert_near(actual, expected, "gpu")
 

@@ -68,7 +68,7 @@ def test_metrics_are_written_for_tensorboard(adders):
 
 def test_a_gan_learns_what_digits_look_like(tmp_path):
     figure = tmp_path / "drawn.png"
-    result = gan.main(["--epochs", "30", "--figure", str(figure)])
+    result = gan.main(["--epochs", "20", "--figure", str(figure)])
     before, after = result.distances
     assert after < 0.7 * before
     for state in result.players:
