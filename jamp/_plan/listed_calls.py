@@ -10,7 +10,7 @@ from jax.extend.core import JaxprEqn, jaxprs_in_params
 from jamp import _dtypes, _primitives
 from jamp._dtypes import FLOAT32, DType
 from jamp._equations import nested, read_by
-from jamp._plan.plain import explicit_precision, is_elementwise
+from jamp._plan.plain import explicit_precision
 from jamp._plan.plan import Caster, Context, Environment, Float32Call
 from jamp._plan.records import Entry, InnerRecords, Origin, Record, Ruling, originals
 from jamp._plan.values import Traits, Value
@@ -118,7 +118,7 @@ def plan_listed_call(call: ListedCall) -> None:
         with plan.source(eqns[0]):
             lowered = _lowered(call.entered, enter)
         call.plan_inside(env.overlay(lowered), inner)
-    elif forced is Rule.FLOAT32 and _runs_in_float32(eqns):
+    elif forced is Rule.FLOAT32 and runs_in_float32(eqns):
         _plan_in_float32(call, enter)
     else:
         call.plan_inside(env, inner._replace(forced=call.ruling._replace(rule=forced)))
@@ -128,7 +128,7 @@ def plan_listed_call(call: ListedCall) -> None:
             record.ruling = call.ruling
     # Records of inner programs serve all their calls; these are of this call alone.
     records = [entry for entry in entries if isinstance(entry, Record)]
-    records[0].casts[:0] = enter.record.casts
+    enter.record = records[0]
     _settle(call, Caster(records[-1], call.options, plan))
     for record in records:
         record.returns = tuple(
@@ -137,7 +137,11 @@ def plan_listed_call(call: ListedCall) -> None:
         )
 
 
-def _runs_in_float32(eqns: Sequence[JaxprEqn]) -> bool:
+def is_cheap(eqns: Sequence[JaxprEqn]) -> bool:
+    return all(eqn.primitive.name in _primitives.CHEAP for eqn in nested(eqns))
+
+
+def runs_in_float32(eqns: Sequence[JaxprEqn]) -> bool:
     """Whether all that autocast could cast in some equations is float32 as traced."""
     atoms = (atom for eqn in nested(eqns) for atom in (*eqn.invars, *eqn.outvars))
     return all(
@@ -164,20 +168,9 @@ def _lowered(entering: dict[Any, Value], caster: Caster) -> dict[Any, Value]:
 
 def _plan_in_float32(call: ListedCall, enter: Caster) -> None:
     env, plan = call.env, call.env.plan
-    # The backward pass runs again what is cheap enough.
-    cheap = all(eqn.primitive.name in _primitives.CHEAP for eqn in nested(call.eqns))
-    again = cheap and not call.context.linear
-
-    def widened(value: Value) -> Value:
-        if not (again and value.dtype in _dtypes.LOW_DTYPES and value.constant is None):
-            return enter.cast(value, FLOAT32)
-        # The function widens it itself.
-        enter.note(value, FLOAT32)
-        return value
-
     with plan.source(call.eqns[0]):
         operands = [
-            widened(value) if value.eligible else value
+            enter.cast(value, FLOAT32) if value.eligible else value
             for value in map(env.read, call.invars)
         ]
         traits = Traits(
@@ -185,51 +178,23 @@ def _plan_in_float32(call: ListedCall, enter: Caster) -> None:
             table=all(v.traits.table for v in operands),
         )
         results = [Value(var.aval, traits) for var in call.outvars]
-        narrowed = []
-        for var, value in zip(call.outvars, results, strict=True):
-            dtype = _wanted_next(call, var)
-            narrow = None if dtype is None else Value.of(var.aval, dtype, traits)
-            if narrow is not None:
-                value.prepared[narrow.dtype] = narrow
-            narrowed.append(narrow)
         plan.add(
             Float32Call(
                 operands,
-                [*results, *(value for value in narrowed if value is not None)],
+                results,
                 call.eqns,
                 call.invars,
                 call.outvars,
-                narrowed,
+                (None,) * len(results),
                 call.options.device_type,
+                enter,
             )
         )
     env.bind(call.outvars, results)
-    plan.entries.extend(_as_traced(call.eqns, call.ruling, call.context.scope))
+    plan.entries.extend(as_traced(call.eqns, call.ruling, call.context.scope))
 
 
-def _wanted_next(call: ListedCall, var: Any) -> DType | None:
-    """The 16-bit dtype in which a result of a float32 call will be wanted, if any."""
-    dtype = _dtypes.dtype_of(var)
-    if not _dtypes.eligible(dtype):
-        return None
-    leaving = call.leaving_dtype(var, dtype)
-    reader = call.env.next_reader(var, call.stop)
-    if leaving == FLOAT32 and reader and _is_lowered(reader, call.options):
-        leaving = call.options.dtype
-    return leaving if leaving in _dtypes.LOW_DTYPES else None
-
-
-def _is_lowered(eqn: JaxprEqn, options: Options) -> bool:
-    name = eqn.primitive.name
-    return (
-        name in _primitives.MATMULS
-        and options.policy.primitive_rules.get(name) is Rule.LOWER
-        and not explicit_precision(eqn)
-        and not is_elementwise(eqn)
-    )
-
-
-def _as_traced(
+def as_traced(
     eqns: Sequence[JaxprEqn], ruling: Ruling, scope: Scope
 ) -> Iterator[Entry]:
     """Records of equations that run as traced, and of the programs that they hold."""
@@ -239,7 +204,7 @@ def _as_traced(
         results = tuple(map(_dtypes.dtype_of, eqn.outvars))
         yield Record(eqn, ruling, inner.names, operands, results)
         for program in jaxprs_in_params(eqn.params):
-            yield InnerRecords(eqn, list(_as_traced(program.eqns, ruling, inner)))
+            yield InnerRecords(eqn, list(as_traced(program.eqns, ruling, inner)))
 
 
 def _settle(call: ListedCall, caster: Caster) -> None:
@@ -255,7 +220,9 @@ def _settle(call: ListedCall, caster: Caster) -> None:
                 continue
             dtype = call.leaving_dtype(var, value.dtype)
             with caster.plan.source(eqn):
-                settled = caster.cast(value, dtype)
+                # A dtype that the user named is not a rule's.
+                rounds = _dtypes.dtype_of(var) == FLOAT32
+                settled = caster.cast(value, dtype, rounds=rounds)
             if probability:
                 rounded = dtype if dtype in _dtypes.LOW_DTYPES else None
                 known = settled.traits._replace(probability=True, rounded=rounded)

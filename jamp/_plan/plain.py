@@ -15,7 +15,7 @@ from jamp._compat import frames, settings
 from jamp._dtypes import FLOAT32, DType
 from jamp._equations import contracted, holds_program
 from jamp._plan.biases import free_dims, moved, product_and_bias
-from jamp._plan.plan import Bind, Broadcast, Caster, Equation
+from jamp._plan.plan import Broadcast, Caster, Equation
 from jamp._plan.records import Origin, Ruling
 from jamp._plan.values import BOOLEAN, Traits, Value, Values, destroyed, held, propagate
 from jamp._policy.functions import code_of
@@ -150,7 +150,7 @@ def _bound_to_dtypes(eqn: JaxprEqn) -> bool:
 
 
 def cast_and_bind(equation: Equation, dtypes: Dtypes) -> list[Value]:
-    eqn, operands, context, caster, *_ = equation
+    eqn, operands, _, caster, *_ = equation
     cast = [
         value if dtype is None else _operand(equation, value, dtype)
         for value, dtype in zip(operands, dtypes.operands, strict=True)
@@ -168,11 +168,10 @@ def cast_and_bind(equation: Equation, dtypes: Dtypes) -> list[Value]:
         results.append(Value.of(var.aval, dtype, known))
     changed = used != traced
     caster.plan.changed |= changed
-    device_type = context.region.device_type
-    caster.plan.add(Bind(cast, results, eqn, used if changed else None, device_type))
+    equation.bind(cast, results, used if changed else None)
     targets = dtypes.results or (None,) * len(results)
     seen = [
-        caster.cast(value, dtype) if dtype and value.eligible else value
+        caster.cast(value, dtype, rounds=True) if dtype and value.eligible else value
         for value, dtype in zip(results, targets, strict=True)
     ]
     if dtypes.results and _carried_sum(eqn, operands) in dtypes.results:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from jamp import _dtypes
 from jamp._dtypes import DType
 from jamp._equations import closed
-from jamp._plan.records import Conversion, Entry, InnerRecords, Record, Ruling
+from jamp._plan.records import Entry, InnerRecords, Record, Ruling
 from jamp._plan.values import Traits, Value, Values
 from jamp._policy.functions import Function
 from jamp._tracing.regions import Options, Scope
@@ -43,6 +42,9 @@ class Action:
 class Cast(Action):
     """A conversion to the dtype of its result."""
 
+    caster: Caster | None  # of the equation that it is for, if any
+    rounds: bool = False  # whether a rule rounds what was computed in float32
+
 
 @dataclass(frozen=True, eq=False)
 class Broadcast(Action):
@@ -56,6 +58,8 @@ class Bind(Action):
     eqn: JaxprEqn
     dtypes: tuple[Any, ...] | None  # of its operands, if they are others than traced
     device_type: str  # what the program is for
+    read: Values  # its operands before they were cast for it
+    caster: Caster
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +72,7 @@ class Float32Call(Action):
     # For each of `outvars` the 16-bit value wanted too, if any; these come last.
     narrowed: Sequence[Value | None]
     device_type: str  # what the program is for
+    caster: Caster  # of the first of them
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +83,11 @@ class Structural(Action):
     plans: Sequence[Plan]  # what is to run for its programs
     context: Context  # what holds around it
     kind: str  # the primitive that it is emitted as
+    caster: Caster
+
+    @property
+    def device_type(self) -> str:
+        return self.context.region.device_type
 
     @property
     def slots(self) -> list[int]:
@@ -138,7 +148,6 @@ class Environment:
         self.plan = plan
         self._values: dict[Var, Value] = {}
         self._overlay: Mapping[Var, Value] = {}
-        self._eqns: Sequence[JaxprEqn] = jaxpr.eqns
         self._readers: dict[Var, list[int]] = {}
         read = [*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars]
         for index, variables in enumerate(read):
@@ -165,23 +174,24 @@ class Environment:
         """Whether equation `index` or a later one, or the caller, reads a variable."""
         return self._readers.get(var, [-1])[-1] >= index
 
-    def next_reader(self, var: Any, index: int) -> JaxprEqn | None:
-        """The first equation from number `index` on that reads a variable, if any."""
-        readers = self._readers.get(var, [])
-        place = bisect_left(readers, index)
-        found = readers[place] if place < len(readers) else len(self._eqns)
-        return self._eqns[found] if found < len(self._eqns) else None
-
 
 class Caster:
-    """Plans the casts of one equation: made once, shared, and noted in its record."""
+    """Plans the casts of one equation, each made once and shared."""
 
     def __init__(self, record: Record, options: Options, plan: Plan):
         self.record = record
         self.options = options
         self.plan = plan
 
-    def cast(self, value: Value, dtype: DType) -> Value:
+    def cast(self, value: Value, dtype: DType, *, rounds: bool = False) -> Value:
+        """A value in a dtype.
+
+        Args:
+          value: the value.
+          dtype: the dtype.
+          rounds: whether it is the rounding of a result by a rule, which readers in
+            float32 do without.
+        """
         if value.dtype == dtype:
             return value
         self.plan.changed = True
@@ -196,10 +206,8 @@ class Caster:
             result = self._target(value, dtype)
             self.plan.extras[value.slot, dtype] = result
         else:
-            self.note(value, dtype)
-            result = value.prepared.get(dtype) or self._target(value, dtype)
-            if dtype not in value.prepared:
-                self.plan.add(Cast((value,), (result,)))
+            result = self._target(value, dtype)
+            self.plan.add(Cast((value,), (result,), self, rounds))
         if share:
             value.casts[dtype] = result
             if not narrows:
@@ -212,11 +220,6 @@ class Caster:
         if traits.probability and dtype in _dtypes.LOW_DTYPES:
             traits = traits._replace(rounded=dtype)
         return Value.of(value.aval, dtype, traits)
-
-    def note(self, value: Value, dtype: DType) -> None:
-        """Notes a cast, also where what takes the value makes it itself."""
-        self.plan.changed = True
-        self.record.casts.append(Conversion(value.dtype, dtype, value.aval.shape))
 
 
 class Equation(NamedTuple):
@@ -240,9 +243,14 @@ class Equation(NamedTuple):
     def as_traced(self, traits: Sequence[Traits] = ()) -> list[Value]:
         """Binds the equation as it is; something may be known of its results."""
         results = self._results(map(_dtypes.dtype_of, self.eqn.outvars), traits)
-        device_type = self.context.region.device_type
-        self.plan.add(Bind(self.operands, results, self.eqn, None, device_type))
+        self.bind(self.operands, results, None)
         return results
+
+    def bind(self, cast: Values, results: Values, dtypes: Any) -> None:
+        """Binds the equation on operands in some dtypes, or None: as traced."""
+        device_type, read = self.context.region.device_type, self.operands
+        action = Bind(cast, results, self.eqn, dtypes, device_type, read, self.caster)
+        self.plan.add(action)
 
     def calling(
         self,
@@ -271,7 +279,9 @@ class Equation(NamedTuple):
         results = self._results(dtypes, traits)
         taken = self.operands if operands is None else operands
         name = kind or self.eqn.primitive.name
-        self.plan.add(Structural(taken, results, self.eqn, plans, self.context, name))
+        context, caster = self.context, self.caster
+        action = Structural(taken, results, self.eqn, plans, context, name, caster)
+        self.plan.add(action)
         return results
 
     def _results(self, dtypes: Iterable[Any], traits: Sequence[Traits]) -> list[Value]:

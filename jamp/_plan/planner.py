@@ -25,6 +25,7 @@ from jamp._plan.plain import (
 from jamp._plan.plan import Cast, Caster, Context, Environment, Equation, Plan
 from jamp._plan.records import Origin, Record, Ruling
 from jamp._plan.rules import STRUCTURAL, StructuralRule
+from jamp._plan.unrounded import spare_roundings
 from jamp._plan.values import Traits, Value, Values
 from jamp._policy.functions import Function
 from jamp._policy.policy import Policy
@@ -35,7 +36,7 @@ from jamp._tracing.regions import Options, Scope
 
 def make_plan(program: Any, arrays: Sequence[Any], options: Options) -> Plan:
     """Plans a closed jaxpr for some arrays, of which only dtypes count."""
-    return plan_for(program, arrays, Context(Scope((), options)))
+    return spare_roundings(plan_for(program, arrays, Context(Scope((), options))))
 
 
 def warn_unmatched(policy: Policy) -> None:
@@ -259,7 +260,7 @@ def _seen(value: Value, plan: Plan) -> Value:
         return value
     plan.changed = True
     narrow = Value.of(value.aval, value.traits.sums, value.traits)
-    plan.add(Cast((value,), (narrow,)))
+    plan.add(Cast((value,), (narrow,), None, rounds=True))
     return value.seen(narrow)
 
 

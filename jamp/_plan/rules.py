@@ -64,7 +64,7 @@ def _seen(equation: Equation, results: Values) -> list[Value]:
         low = value.traits.sums
         if low is None or not value.is_kept:
             return value
-        return value.seen(equation.caster.cast(value, low))
+        return value.seen(equation.caster.cast(value, low, rounds=True))
 
     return list(map(seen, results))
 

@@ -191,7 +191,7 @@ class Traits(NamedTuple):
 
 
 class Value:
-    __slots__ = "aval casts dtype eligible known number prepared slot traits".split()
+    __slots__ = "aval casts dtype eligible known number slot traits".split()
 
     def __init__(
         self,
@@ -210,8 +210,6 @@ class Value:
         self.eligible = is_plain_array(aval) and _dtypes.eligible(self.dtype)
         self.traits = traits or Traits()
         self.casts: dict[DType, Value] = {}  # the array in other dtypes
-        # Casts that are made with it and count once they are used.
-        self.prepared: dict[DType, Value] = {}
         # Which input of an inner program it is, if casts are left to the caller.
         self.slot = slot
         self.known = known  # the array itself, if it is a constant of the program
@@ -230,7 +228,6 @@ class Value:
         """The same array, of which something else is known."""
         other = Value(self.aval, traits, slot=self.slot, known=self.known)
         other.number, other.casts = self.number, self.casts
-        other.prepared = self.prepared
         return other
 
     @property
@@ -259,6 +256,11 @@ class Value:
         """Its rank before broadcasting and the insertion of unit dimensions."""
         ndim: int = getattr(self.aval, "ndim", 0)
         return ndim - len(self.traits.repeated)
+
+    @property
+    def low(self) -> bool:
+        """Whether it has 16 bits."""
+        return self.dtype in _dtypes.LOW_DTYPES
 
     @property
     def follows(self) -> bool:

@@ -1,0 +1,82 @@
+"""Equations that run in float32 as one function, and how they come together."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from jamp._plan.plan import Caster, Float32Call
+from jamp._plan.values import Value
+
+Source = tuple[JaxprEqn, ...]
+# Variables of the traced program, and the values that they have.
+Bound = Iterable[tuple[Var, Value]]
+
+
+@dataclass(eq=False)
+class Group:
+    source: Source
+    device_type: str
+    caster: Caster  # of the first of them
+    eqns: list[JaxprEqn] = field(default_factory=list)
+    # What enters and what is made, by the numbers of the values.
+    inputs: dict[int, tuple[Var, Value]] = field(default_factory=dict)
+    made: dict[int, tuple[Var, Value]] = field(default_factory=dict)
+    # What is made in 16 bits too, and whose cast it is, by the number in float32.
+    narrowed: dict[int, tuple[Value, Caster | None]] = field(default_factory=dict)
+    grows: bool = True  # until something else reads what it makes
+
+    @property
+    def low(self) -> bool:
+        """Whether 16 bits enter it."""
+        return any(value.low for _, value in self.inputs.values())
+
+    def may_join(self, other: Group) -> bool:
+        """Whether another may join: in the same named scopes of the same program."""
+        if not (self.grows and self.low):
+            return False
+        (*outer, eqn), (*others, found) = self.source, other.source
+        names = eqn.source_info.name_stack, found.source_info.name_stack
+        return outer == others and names[0] == names[1]
+
+    def add(self, eqns: Iterable[JaxprEqn], taken: Bound, made: Bound) -> None:
+        """Adds equations that read some variables and make others.
+
+        A value has one variable here, so that its gradients are summed here.
+        """
+        others: dict[Var, Var] = {}
+        for var, value in taken:
+            known = self.made.get(value.number) or self.inputs.get(value.number)
+            if known is None:
+                self.inputs[value.number] = var, value
+            elif known[0] is not var:
+                others[var] = known[0]
+        for eqn in eqns:
+            invars = [
+                v if isinstance(v, Literal) else others.get(v, v) for v in eqn.invars
+            ]
+            self.eqns.append(eqn.replace(invars=invars) if others else eqn)
+        self.made.update({value.number: (var, value) for var, value in made})
+
+    def absorb(self, group: Group) -> None:
+        """Adds another group, which reads nothing of this one."""
+        self.add(group.eqns, group.inputs.values(), group.made.values())
+        self.narrowed.update(group.narrowed)
+
+    def action(self, read: Collection[int]) -> Float32Call:
+        """The call, with those of its results that are read, by their numbers."""
+        low = {n: v for n, (v, _) in self.narrowed.items() if v.number in read}
+        kept = {n: made for n, made in self.made.items() if n in read or n in low}
+        narrowed = [low.get(number) for number in kept]
+        return Float32Call(
+            [value for _, value in self.inputs.values()],
+            [*(value for _, value in kept.values()), *filter(None, narrowed)],
+            self.eqns,
+            [var for var, _ in self.inputs.values()],
+            [var for var, _ in kept.values()],
+            narrowed,
+            self.device_type,
+            self.caster,
+        )

@@ -1,0 +1,124 @@
+"""How the values of a plan are read: in their 16 bits, or in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from jamp import _primitives
+from jamp._dtypes import FLOAT32
+from jamp._equations import nested
+from jamp._plan.listed_calls import runs_in_float32
+from jamp._plan.plan import Action, Bind, Cast, Float32Call, Plan, Structural
+from jamp._plan.values import Values
+from jamp._policy.rules import Rule
+
+
+class Reading(NamedTuple):
+    """Which of some values are read in which way, by their places."""
+
+    low: frozenset[int]  # by readers that need their 16 bits
+    wide: frozenset[int]  # by readers that would take them in float32
+
+
+def all_low(plan: Plan) -> Reading:
+    """How results are read of which nothing else is known."""
+    return Reading(frozenset(range(len(plan.results))), frozenset())
+
+
+def taken(action: Action) -> Values:
+    """What an action takes, before the casts that were made for it."""
+    return action.read if isinstance(action, Bind) else action.operands
+
+
+class Kind(NamedTuple):
+    """Of an action that could run in the float32 that its equation was traced in."""
+
+    exact: bool  # whether it makes no rounding of its own
+    low: bool  # whether its results have 16 bits
+    linear: bool  # whether its backward pass needs nothing of its operands
+
+
+def kind(action: Action) -> Kind | None:
+    """What an elementwise or reducing action is; None for all others."""
+    if not isinstance(action, Bind | Structural) or not action.results:
+        return None
+    if isinstance(action, Structural) and action.kind != "jit":
+        return None
+    names = {eqn.primitive.name for eqn in nested([action.eqn])}
+    exact = names <= _primitives.EXACT
+    # Derivative rules of functions are theirs, but for those of exact ones, as of relu.
+    if not exact and not names <= _primitives.CHEAP - {"custom_jvp_call"}:
+        return None
+    if not runs_in_float32([action.eqn]):
+        return None
+    low = [value.low for value in action.results]
+    if any(low) and not all(low):
+        return None
+    # XLA may spare some of the roundings of numbers that are compared.
+    if not any(low) and any(value.low for value in action.operands):
+        return None
+    if low[0] and isinstance(action, Bind):
+        if action.caster.record.ruling.rule is not Rule.PROMOTE:
+            return None
+    return Kind(exact, low[0], names <= _primitives.LINEAR)
+
+
+class Readers:
+    """How each value of a plan is read, given how its results are.
+
+    `of` gives the readers of an inner plan.
+    """
+
+    def __init__(
+        self, plan: Plan, results: Reading, of: Callable[[Plan, Reading], Readers]
+    ):
+        self.low = {plan.results[place].number for place in results.low}
+        self.wide = {plan.results[place].number for place in results.wide}
+        # Elementwise actions whose results only readers in float32 have.
+        self.unrounded: set[Action] = set()
+        self._of = of
+        for step in reversed(plan.steps):
+            for action in reversed(step.actions):
+                self._add(action)
+        self.inputs = self.reading(plan.inputs)
+
+    def reading(self, values: Values) -> Reading:
+        """How some values are read, by their places among these."""
+        places = [(place, v.number) for place, v in enumerate(values) if v.low]
+        low, wide = (
+            frozenset(place for place, number in places if number in found)
+            for found in (self.low, self.wide)
+        )
+        return Reading(low, wide)
+
+    def _add(self, action: Action) -> None:
+        lows = {value.number for value in taken(action) if value.low}
+        if isinstance(action, Float32Call):
+            self.wide |= lows
+        elif isinstance(action, Cast):
+            widens = action.results[0].dtype == FLOAT32
+            (self.wide if widens else self.low).update(lows)
+        elif isinstance(action, Bind | Structural):
+            self._add_equation(action, lows)
+
+    def _add_equation(self, action: Bind | Structural, lows: set[int]) -> None:
+        found = kind(action)
+        made = {value.number for value in action.results}
+        elementwise = found is not None and found.low
+        if elementwise and made & self.wide and not made & self.low:
+            self.unrounded.add(action)
+            self.wide |= lows
+            return
+        if isinstance(action, Structural) and action.kind == "jit":
+            inner = self._of(action.plans[0], self.reading(action.results)).inputs
+            wide = {action.operands[place].number for place in inner.wide}
+            self.wide |= wide
+            self.low |= {action.operands[place].number for place in inner.low}
+            # What nobody reads inside is handed in as it is.
+            self.low |= lows - wide
+        else:
+            # Those that are cast for it are read by their casts.
+            self.low |= lows & {value.number for value in action.operands}
+        if found is not None and elementwise and (not found.exact or made & self.wide):
+            self.wide |= lows

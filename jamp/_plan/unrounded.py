@@ -1,0 +1,373 @@
+"""A pass over a plan: who reads a value decides whether it is rounded.
+
+A rule that rounds says which dtype a value has. A reader that computes in float32 takes
+the value as it was computed, before the rounding; an elementwise or reducing equation
+that only such readers have computes in float32 itself; and one that reads what is at
+hand in float32 computes on that and rounds its own result. No dtype changes that a user
+can see.
+
+Equations that now compute in float32 are joined to the float32 calls that they read, or
+with which they share an operand: the backward pass computes all again from the 16-bit
+values that enter, instead of saving float32, and sums their gradients in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from jamp._dtypes import FLOAT32
+from jamp._plan.groups import Bound, Group, Source
+from jamp._plan.listed_calls import is_cheap
+from jamp._plan.plan import (
+    Action,
+    Bind,
+    Broadcast,
+    Cast,
+    Float32Call,
+    Plan,
+    Step,
+    Structural,
+)
+from jamp._plan.readers import Readers, Reading, all_low, kind, taken
+from jamp._plan.rewritten_records import RewrittenRecords
+from jamp._plan.values import Value, Values
+
+
+def spare_roundings(plan: Plan) -> Plan:
+    """The same plan without the roundings that only readers in float32 would see."""
+    return _Variants().plan(plan)
+
+
+class Variant(NamedTuple):
+    """A plan written anew for how its results are read and its inputs are at hand."""
+
+    plan: Plan
+    wide: frozenset[int]  # which of its 16-bit results it gives in float32
+
+
+class _Variants:
+    """The plans of a program, each written once for each way in which it is called."""
+
+    def __init__(self) -> None:
+        self._readers: dict[Any, Readers] = {}
+        self._known: dict[Any, Variant] = {}
+
+    def readers(self, plan: Plan, results: Reading) -> Readers:
+        key = (plan, results)
+        if key not in self._readers:
+            self._readers[key] = Readers(plan, results, self.readers)
+        return self._readers[key]
+
+    def variant(self, plan: Plan, results: Reading, wide: frozenset[int]) -> Variant:
+        if not plan.changed:
+            return Variant(plan, frozenset())
+        key = (plan, results, wide)
+        if key not in self._known:
+            self._known[key] = _Writer(plan, results, self).variant(wide)
+        return self._known[key]
+
+    def plan(self, plan: Plan) -> Plan:
+        """A plan of which nothing is known outside."""
+        return self.variant(plan, all_low(plan), frozenset()).plan
+
+
+class _Writer:
+    """A plan being written anew, forward."""
+
+    def __init__(self, plan: Plan, results: Reading, variants: _Variants):
+        self._plan = plan
+        self._results = results
+        self._variants = variants
+        self._readers = variants.readers(plan, results)
+        self._items: dict[Action | Group, Source] = {}
+        # Casts and broadcasts that nothing has read yet, by the number of their result.
+        self._prepared: dict[int, tuple[Action, Source]] = {}
+        # Of 16-bit values, by number: the float32 that they were rounded from, or what
+        # would make it.
+        self._wide: dict[int, Value] = {}
+        self._exact: dict[int, tuple[Bind, Source]] = {}
+        # Of float32 values, by number: what is read in their place, and the 16-bit
+        # values that they are casts of.
+        self._instead: dict[int, Value] = {}
+        self._cast_of: dict[int, Value] = {}
+        # Float32 values that hold unrounded 16 bits.
+        self._moved: set[int] = set()
+        # Groups by the numbers of what they make, and of the 16 bits that they take.
+        self._making: dict[int, Group] = {}
+        self._taking: dict[int, Group] = {}
+        self._records = RewrittenRecords(plan.entries)
+
+    def variant(self, wide: frozenset[int]) -> Variant:
+        inputs = list(self._plan.inputs)
+        for place in wide:
+            inputs[place] = self._given(inputs[place], self._plan.steps[0].source)
+        for step in self._plan.steps:
+            for action in step.actions:
+                self._write(action, step.source)
+        outs = [self._instead.get(v.number, v) for v in self._plan.results]
+        given = frozenset(p for p in self._results.wide if self._at_hand(outs[p]))
+        for place, value in enumerate(outs):
+            if place in given:
+                outs[place] = self._float32(value)
+            self._make(outs[place])
+        steps = self._steps(outs)
+        entries = self._records.rewritten()
+        plan = replace(
+            self._plan, inputs=inputs, results=outs, steps=steps, entries=entries
+        )
+        return Variant(plan, given)
+
+    def _given(self, value: Value, source: Source) -> Value:
+        """What is given in float32 in place of a 16-bit value."""
+        wide = self._wide[value.number] = Value.of(value.aval, FLOAT32)
+        self._prepare(Cast((wide,), (value,), None, rounds=True), source)
+        return wide
+
+    def _prepare(self, action: Action, source: Source) -> None:
+        """Keeps a cast or a broadcast until something reads it."""
+        self._prepared[action.results[0].number] = action, source
+
+    def _make(self, value: Value) -> Value:
+        """A value that is read as it is, with what was prepared for it."""
+        value = self._instead.get(value.number, value)
+        if value.number in self._prepared:
+            self._keep(*self._prepared.pop(value.number))
+        return value
+
+    def _at_hand(self, value: Value) -> bool:
+        """Whether the float32 that a 16-bit value was rounded from is there."""
+        return value.number in self._wide or value.number in self._exact
+
+    def _float32(self, value: Value) -> Value:
+        """The float32 that a 16-bit value was rounded from."""
+        if value.number not in self._wide:
+            self._take(*self._exact.pop(value.number))
+        return self._wide[value.number]
+
+    def _write(self, action: Action, source: Source) -> None:
+        if isinstance(action, Float32Call):
+            self._call(action, source)
+        elif isinstance(action, Cast):
+            self._cast(action, source)
+        elif isinstance(action, Bind | Structural) and self._runs_wide(action):
+            self._take(action, source)
+        elif isinstance(action, Structural):
+            self._structural(action, source)
+        elif isinstance(action, Broadcast):
+            self._prepare(action, source)
+        else:
+            self._write_as_it_is(action, source)
+
+    def _write_as_it_is(self, action: Action, source: Source) -> None:
+        found = kind(action)
+        if isinstance(action, Bind) and found is not None and found.exact:
+            (result, *_), name = action.results, action.eqn.primitive.name
+            if not found.low and all(map(self._is_moved, action.read)):
+                self._moved.add(result.number)
+            if not found.low and name == "broadcast_in_dim":
+                self._prepare(action, source)
+                return
+            if found.low and any(map(self._at_hand, action.read)):
+                self._exact[result.number] = action, source
+        self._keep(action, source)
+
+    def _runs_wide(self, action: Bind | Structural) -> bool:
+        """Whether an elementwise action runs in a float32 call from now on."""
+        found = kind(action)
+        if found is None:
+            return False
+        read = [self._entering(value) for value in taken(action)]
+        if not found.low:
+            # It computes in float32 anyway. What it adds is not kept beside 16 bits.
+            shape = action.results[0].aval.shape
+            grows = [self._grows(value) for value in read]
+            starts = not found.linear and any(value.low for value in read)
+            return (starts or any(grows)) and all(
+                grown or value.low or self._is_view(value) or value.aval.shape != shape
+                for value, grown in zip(read, grows, strict=True)
+            )
+        if action in self._readers.unrounded:
+            return True
+        return not found.exact and any(map(self._at_hand, read))
+
+    def _is_view(self, value: Value) -> bool:
+        """Whether it repeats another value, as calls that read it do themselves."""
+        action, _ = self._prepared.get(value.number, (None, ()))
+        return isinstance(action, Bind)
+
+    def _is_moved(self, value: Value) -> bool:
+        """Whether a value, in whatever dtype, holds 16 bits that were not rounded."""
+        entering = self._entering(value)
+        if entering.low:
+            return not self._at_hand(entering)
+        return entering.number in self._moved or not entering.eligible
+
+    def _grows(self, value: Value) -> bool:
+        group = self._making.get(self._wide.get(value.number, value).number)
+        return group is not None and group.grows and group.low
+
+    def _entering(self, value: Value) -> Value:
+        """What a value is, or is a cast of, before any cast for its reader."""
+        value = self._instead.get(value.number, value)
+        return self._cast_of.get(value.number, value)
+
+    def _taken(self, value: Value) -> Value:
+        """What a float32 call takes for a value; 16 bits it casts itself."""
+        entering = self._entering(value)
+        if self._at_hand(entering):
+            return self._float32(entering)
+        return entering if self._is_view(entering) else self._make(entering)
+
+    def _take(self, action: Bind | Structural, source: Source) -> None:
+        """Makes an elementwise action a part of a float32 call."""
+        eqns, read = self._with_views(action.eqn, taken(action))
+        found = kind(action)
+        assert found is not None  # noqa: S101 - only what has a kind is taken
+        group = Group(source, action.device_type, action.caster)
+        sharing = (self._making, self._taking) if found.low else (self._making,)
+        self._join(group, read, sharing)
+        made = []
+        for var, value in zip(action.eqn.outvars, action.results, strict=True):
+            wide = value
+            if found.low:
+                wide = self._wide[value.number] = Value.of(var.aval, FLOAT32)
+                if value.number in self._readers.low:
+                    group.narrowed[wide.number] = value, action.caster
+            made.append((var, wide))
+        group.add(eqns, read, made)
+        self._register(group)
+        self._records.take(action, low=found.low)
+
+    def _with_views(
+        self, eqn: JaxprEqn, values: Values
+    ) -> tuple[list[JaxprEqn], list[tuple[Var, Value]]]:
+        """An equation after those that repeat its operands, and what all take."""
+        eqns, read = [], []
+        for var, value in zip(eqn.invars, values, strict=False):
+            if isinstance(var, Literal):
+                continue
+            value = self._taken(value)
+            if self._is_view(value):
+                view = cast(Bind, self._prepared[value.number][0])
+                made, found = self._with_views(view.eqn, view.read)
+                eqns += made
+                read += found
+            else:
+                read.append((var, value))
+        return [*eqns, eqn], read
+
+    def _call(self, action: Float32Call, source: Source) -> None:
+        """Writes a float32 call, which takes what is at hand in float32 as it is."""
+        cheap = is_cheap(action.eqns)
+        values = map(self._taken, action.operands) if cheap else action.operands
+        read = list(zip(action.invars, map(self._make, values), strict=True))
+        group = Group(source, action.device_type, action.caster, grows=cheap)
+        self._join(group, read, (self._making,) if cheap else ())
+        group.add(action.eqns, read, zip(action.outvars, action.results, strict=True))
+        self._register(group)
+
+    def _join(
+        self, group: Group, read: Bound, others: Iterable[dict[int, Group]]
+    ) -> None:
+        """Makes a group one with others, found by values that it reads."""
+        numbers = [value.number for _, value in read]
+        for found in (known[n] for known in others for n in numbers if n in known):
+            if found in self._items and found.may_join(group):
+                del self._items[found]
+                group.absorb(found)
+        self._read(numbers)
+        self._items[group] = group.source
+
+    def _read(self, numbers: Iterable[int]) -> None:
+        """What makes a value that is read elsewhere does not grow any more."""
+        for number in numbers:
+            if number in self._making:
+                self._making[number].grows = False
+
+    def _register(self, group: Group) -> None:
+        self._making.update(dict.fromkeys(group.made, group))
+        narrowed = {value.number for value, _ in group.narrowed.values()}
+        self._making.update(dict.fromkeys(narrowed, group))
+        lows = [n for n, (_, value) in group.inputs.items() if value.low]
+        self._taking.update(dict.fromkeys(lows, group))
+
+    def _cast(self, action: Cast, source: Source) -> None:
+        (value,), (result,) = action.operands, action.results
+        value = self._instead.get(value.number, value)
+        if value.low and result.dtype == FLOAT32:
+            if self._at_hand(value):
+                self._instead[result.number] = self._float32(value)
+                return
+            self._cast_of[result.number] = value
+        elif action.rounds and value.number not in self._moved:
+            self._wide[result.number] = value
+        group = self._making.get(value.number)
+        if group is not None and result.low and value.number not in group.narrowed:
+            # Its gradient enters the call in 16 bits.
+            group.narrowed[value.number] = result, action.caster
+            self._making[result.number] = group
+        else:
+            self._prepare(action, source)
+
+    def _structural(self, action: Structural, source: Source) -> None:
+        if action.kind != "jit":
+            plans = [self._variants.plan(plan) for plan in action.plans]
+            self._keep(self._with_plans(action, plans), source)
+            return
+        (inner,) = action.plans
+        wants = self._variants.readers(inner, self._readers.reading(action.results))
+        places = wants.inputs.wide
+        wide = frozenset(p for p in places if self._at_hand(action.operands[p]))
+        results = self._readers.reading(action.results)
+        plan, given = self._variants.variant(inner, results, wide)
+        operands = [
+            self._float32(value) if place in wide else value
+            for place, value in enumerate(action.operands)
+        ]
+        outs = list(action.results)
+        written = self._with_plans(replace(action, operands=operands), [plan])
+        made = [
+            Value.of(v.aval, FLOAT32) if p in given else v for p, v in enumerate(outs)
+        ]
+        self._keep(replace(written, results=made), source)
+        for place in given:
+            self._wide[outs[place].number] = made[place]
+            narrow = Cast((made[place],), (outs[place],), action.caster, True)
+            self._prepare(narrow, source)
+
+    def _with_plans(self, action: Structural, plans: Sequence[Plan]) -> Structural:
+        for old, new in zip(action.plans, plans, strict=True):
+            self._records.replace(action, old, new)
+        return replace(action, plans=plans)
+
+    def _keep(self, action: Action, source: Source) -> None:
+        """Writes an action as it is, with what is now read in place of its operands."""
+        operands = list(map(self._make, action.operands))
+        self._read(value.number for value in operands)
+        if operands != list(action.operands):
+            action = replace(action, operands=operands)
+        self._items[action] = source
+
+    def _steps(self, results: Sequence[Value]) -> list[Step]:
+        """What was written, but for calls and moved values that nobody reads."""
+        read = {value.number for value in results}
+        kept: list[tuple[Source, Action]] = []
+        for item, source in reversed(self._items.items()):
+            action = item.action(read) if isinstance(item, Group) else item
+            made = {value.number for value in action.results}
+            spared = isinstance(item, Group) or not made.isdisjoint(self._wide)
+            if spared and made.isdisjoint(read):
+                continue
+            self._records.cast_by(item, action)
+            read.update(value.number for value in action.operands)
+            kept.append((source, action))
+        steps: list[Step] = []
+        for source, action in reversed(kept):
+            if not steps or steps[-1].source is not source:
+                steps.append(Step(source))
+            steps[-1].actions.append(action)
+        return steps

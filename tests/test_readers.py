@@ -1,0 +1,192 @@
+"""Readers in float32 take a value before its rounding, whoever wrote the code."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import program_figures
+import pytest
+from jaxprs import equations, traced
+
+import jamp
+
+POLICIES = {"gpu": jnp.float16, "cpu": jnp.bfloat16}
+both_policies = pytest.mark.parametrize("device", POLICIES)
+EYE = jnp.eye(64)
+
+
+def layer_norm(x):
+    centred = x - jnp.mean(x, -1, keepdims=True)
+    variance = jnp.mean(jnp.square(centred), -1, keepdims=True)
+    return centred / jnp.sqrt(variance + 1e-6)
+
+
+def layer_norm_of_moments(x):
+    mean = jnp.mean(x, -1, keepdims=True)
+    variance = jnp.mean(x * x, -1, keepdims=True) - mean * mean
+    return (x - mean) / jnp.sqrt(variance + 1e-6)
+
+
+def rms_norm(x):
+    return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
+
+
+def spread(x):
+    centred = x - x.mean()
+    return centred / jnp.sqrt((centred**2).sum())
+
+
+NORMS = (layer_norm, layer_norm_of_moments, rms_norm, spread)
+every_norm = pytest.mark.parametrize("norm", NORMS)
+
+
+def parts_in_jits(x):
+    squares = jax.jit(jnp.square)(x)
+    mean = jax.jit(lambda y: jnp.mean(y, -1, keepdims=True) + 1e-6)(squares)
+    return x * jax.jit(jax.lax.rsqrt)(mean)
+
+
+def helper_in_jit(x):
+    mean, variance = jax.jit(lambda x: (x.mean(-1), (x * x).mean(-1)))(x)
+    scale = jax.lax.rsqrt(variance - mean * mean)
+    return (x - mean[:, None]) * scale[:, None]
+
+
+def in_scan(x):
+    return jax.lax.scan(lambda total, row: (total, layer_norm(row)), 0, x)[1]
+
+
+def in_cond(x):
+    return jax.lax.cond(x[0, 0] > -1e9, layer_norm, lambda x: x / 1.0, x)
+
+
+def in_checkpoint(x):
+    return jax.checkpoint(layer_norm)(x)
+
+
+@jax.custom_vjp
+def with_a_rule(x):
+    return layer_norm(x)
+
+
+def forward(x):
+    y, pullback = jax.vjp(layer_norm, x)
+    return y, pullback
+
+
+with_a_rule.defvjp(forward, lambda pullback, ct: pullback(ct))
+
+PLACES = (parts_in_jits, helper_in_jit, in_scan, in_cond, in_checkpoint, with_a_rule)
+
+
+def activations(std, mean, dtype):
+    x = np.random.default_rng(0).normal(mean, std, (8, 64))
+    return jnp.asarray(x, dtype).astype(jnp.float32)
+
+
+def error_in_roundings(fn, x, device):
+    """Of the results, against float32 on the same 16-bit numbers."""
+    found = jamp.autocast(lambda x: fn(x @ EYE), device_type=device)(x)
+    error = jnp.abs(found.astype(jnp.float32) - fn(x)).max()
+    return float(error / jnp.abs(fn(x)).max() / jnp.finfo(POLICIES[device]).eps)
+
+
+@both_policies
+@pytest.mark.parametrize(("std", "mean"), [(1, 20), (300, 0), (0.1, 0)])
+@every_norm
+def test_a_norm_written_by_hand_is_rounded_once(norm, std, mean, device):
+    x = activations(std, mean, POLICIES[device])
+    assert error_in_roundings(norm, x, device) <= 0.5
+
+
+@both_policies
+@pytest.mark.parametrize("place", PLACES)
+def test_it_is_rounded_once_wherever_it_stands(place, device):
+    x = activations(1, 20, POLICIES[device])
+    assert error_in_roundings(place, x, device) <= 1
+
+
+@both_policies
+@every_norm
+def test_its_gradient_is_that_of_float32(norm, device):
+    dtype = POLICIES[device]
+    x = activations(1, 4, dtype)
+    weights = activations(1, 0, dtype)
+
+    def gradient(norm):
+        return jax.grad(lambda x: jnp.sum(norm(x) * weights))(x)
+
+    wrapped = jamp.autocast(lambda x: norm(x @ EYE), device_type=device)
+    found, expected = gradient(wrapped), gradient(norm)
+    eps = jnp.finfo(dtype).eps
+    scale = float(jnp.abs(expected).max())
+    np.testing.assert_allclose(found, expected, atol=4 * eps * scale, rtol=0)
+
+
+@both_policies
+@every_norm
+def test_its_derivative_along_a_direction_is_that_of_float32(norm, device):
+    dtype = POLICIES[device]
+    x, direction = activations(1, 4, dtype), activations(1, 0, dtype)
+    wrapped = jamp.autocast(lambda x: norm(x @ EYE), device_type=device)
+    _, found = jax.jvp(wrapped, (x,), (direction,))
+    _, expected = jax.jvp(norm, (x,), (direction,))
+    atol = 4 * jnp.finfo(dtype).eps * float(jnp.abs(expected).max())
+    np.testing.assert_allclose(found.astype(jnp.float32), expected, atol=atol, rtol=0)
+
+
+@both_policies
+@every_norm
+def test_it_keeps_the_16_bit_input_alone_for_the_backward_pass(norm, device):
+    x, w = activations(1, 4, jnp.float32), jnp.ones((64, 32))
+
+    def loss(params, x):
+        return jnp.sum(norm(x @ params[0]) @ params[1]), None
+
+    saved = program_figures.saved_for_backward(
+        jamp.autocast(loss, device_type=device), (EYE, w), x
+    )
+    dtypes = {str(found.dtype) for found in saved if found.shape == (8, 64)}
+    assert dtypes == {jnp.dtype(POLICIES[device]).name}
+
+
+@both_policies
+def test_dtypes_stay_as_they_are(device):
+    def returned(x):
+        y = x @ EYE
+        square = y * y
+        return y, square, square.mean(-1), square + 1, jnp.exp(y.max(-1))
+
+    dtypes = [y.dtype for y in jamp.autocast(returned, device_type=device)(EYE)]
+    low = POLICIES[device]
+    wide = jnp.float32 if device == "gpu" else low
+    assert dtypes == [low, low, low, low, wide]
+
+
+@both_policies
+def test_a_cast_of_the_users_is_a_rounding(device):
+    x = activations(1, 20, POLICIES[device])
+
+    def fn(x, dtype):
+        return jnp.mean(jnp.square(x).astype(dtype).astype(jnp.float32))
+
+    coarse = jnp.float8_e4m3fn
+    found = jamp.autocast(lambda x: fn(x @ EYE, coarse), device_type=device)(x)
+    np.testing.assert_allclose(found, fn(x, coarse), rtol=1e-6)
+
+
+def test_what_readers_in_16_bits_have_stays_in_16_bits():
+    def fn(x, w):
+        hidden = x @ w
+        doubled = hidden * 2
+        return doubled @ w, doubled.mean()
+
+    program = traced(jamp.autocast(fn), EYE, EYE)
+    (product,) = [e for e in equations(program) if e.primitive.name == "mul"]
+    assert product.outvars[0].aval.dtype == jnp.bfloat16
+
+
+@both_policies
+def test_the_report_says_what_is_computed_in_float32(device):
+    report = jamp.explain(lambda x: layer_norm(x @ EYE), device_type=device)(EYE)
+    operands = {r.primitive: r.operands for r in report.records}
+    assert set(operands["square"]) == set(operands["sqrt"]) == {np.dtype(np.float32)}
