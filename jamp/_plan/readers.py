@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ from jamp._dtypes import FLOAT32
 from jamp._equations import nested
 from jamp._plan.listed_calls import runs_in_float32
 from jamp._plan.plan import Action, Bind, Cast, Float32Call, Plan, Structural
-from jamp._plan.values import Values
+from jamp._plan.values import Value, Values
 from jamp._policy.rules import Rule
 
 
@@ -78,6 +79,7 @@ class Readers:
         # Elementwise actions whose results only readers in float32 have.
         self.unrounded: set[Action] = set()
         self._of = of
+        self._counts: Counter[int] = Counter()
         for step in reversed(plan.steps):
             for action in reversed(step.actions):
                 self._add(action)
@@ -92,8 +94,13 @@ class Readers:
         )
         return Reading(low, wide)
 
+    def alone(self, value: Value) -> bool:
+        """Whether one action only reads a value."""
+        return self._counts[value.number] == 1
+
     def _add(self, action: Action) -> None:
         lows = {value.number for value in taken(action) if value.low}
+        self._counts.update(lows)
         if isinstance(action, Float32Call):
             self.wide |= lows
         elif isinstance(action, Cast):

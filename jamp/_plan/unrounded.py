@@ -32,7 +32,7 @@ from jamp._plan.plan import (
     Step,
     Structural,
 )
-from jamp._plan.readers import Readers, Reading, all_low, kind, taken
+from jamp._plan.readers import Kind, Readers, Reading, all_low, kind, taken
 from jamp._plan.rewritten_records import RewrittenRecords
 from jamp._plan.values import Value, Values
 
@@ -190,9 +190,16 @@ class _Writer:
                 grown or value.low or self._is_view(value) or value.aval.shape != shape
                 for value, grown in zip(read, grows, strict=True)
             )
-        if action in self._readers.unrounded:
+        if action in self._readers.unrounded and not self._saves_more(action, found):
             return True
         return not found.exact and any(map(self._at_hand, read))
+
+    def _saves_more(self, action: Bind | Structural, found: Kind) -> bool:
+        """Whether 16 bits that nothing else reads would be kept instead of a sum."""
+        shape = action.results[0].aval.shape
+        operands = {self._entering(v) for v in taken(action) if v.aval.shape == shape}
+        kept = [v for v in operands if v.low and not self._at_hand(v)]
+        return (found.linear or found.exact) and sum(map(self._readers.alone, kept)) > 1
 
     def _is_view(self, value: Value) -> bool:
         """Whether it repeats another value, as calls that read it do themselves."""
