@@ -38,6 +38,7 @@ class Kind(NamedTuple):
     exact: bool  # whether it makes no rounding of its own
     low: bool  # whether its results have 16 bits
     linear: bool  # whether its backward pass needs nothing of its operands
+    compares: bool  # whether its results are none of 16 bits that it takes
 
 
 def kind(action: Action) -> Kind | None:
@@ -56,13 +57,11 @@ def kind(action: Action) -> Kind | None:
     low = [value.low for value in action.results]
     if any(low) and not all(low):
         return None
-    # XLA may spare some of the roundings of numbers that are compared.
-    if not any(low) and any(value.low for value in action.operands):
-        return None
+    compares = not any(low) and any(value.low for value in action.operands)
     if low[0] and isinstance(action, Bind):
         if action.caster.record.ruling.rule is not Rule.PROMOTE:
             return None
-    return Kind(exact, low[0], names <= _primitives.LINEAR)
+    return Kind(exact, low[0], names <= _primitives.LINEAR, compares)
 
 
 class Readers:
@@ -127,5 +126,6 @@ class Readers:
         else:
             # Those that are cast for it are read by their casts.
             self.low |= lows & {value.number for value in action.operands}
-        if found is not None and elementwise and (not found.exact or made & self.wide):
-            self.wide |= lows
+        if found is not None and (found.compares or elementwise):
+            if found.compares or not found.exact or made & self.wide:
+                self.wide |= lows
