@@ -4,9 +4,12 @@ Some of it would not raise if JAX changed it, and jamp would quietly do less:
 `tests/test_compat.py` has a test for each.
 """
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
-from types import CodeType
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from types import CodeType, FrameType
 from typing import Any
 
 import jax
@@ -21,6 +24,10 @@ from jax._src.core import trace_state_clean as _trace_state_clean
 # No public name lists the primitives of the installed JAX; those that can be lowered
 # are the ones that a policy may name.
 from jax._src.interpreters.mlir import _lowerings, _platform_specific_lowerings
+
+# Every cast goes through a function there, which returns an array that has the dtype
+# already as it is: no public name tells that it was called.
+from jax._src.lax import lax as _lax
 
 # A name stack is public, but the scopes in it are not, and its text joins them with the
 # names of transformations.
@@ -108,3 +115,65 @@ def inlined(fn: Any) -> bool:
 # What jax.jit takes to leave nothing but the equations of the function behind. Since
 # JAX 0.12 `inline=True` inlines later, when a program is lowered.
 INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
+
+
+_CONVERT = "_convert_element_type"
+_JAX = os.path.join(os.path.dirname(jax.__file__), "")
+# What stands between a cast in a program and that function.
+_CASTING = frozenset(
+    "__call__ _astype array asarray astype convert_element_type meth".split()
+)
+_lock = threading.Lock()
+_seeing: list[Any] = []  # JAX's own function, once for each trace that goes on
+
+
+@contextmanager
+def seeing_casts(see: Callable[[Any, str], Any]) -> Iterator[None]:
+    """While a program is traced, has JAX return what `see` makes of what is cast.
+
+    Args:
+      see: called, in any thread, with a traced array that has the dtype already, and
+        the file of the code that casts it.
+    """
+    with _lock:
+        convert = _seeing[0] if _seeing else getattr(_lax, _CONVERT, None)
+        if convert is not None and not _seeing:
+            setattr(_lax, _CONVERT, _showing(convert, see))
+        _seeing.append(convert)
+    try:
+        yield
+    finally:
+        with _lock:
+            _seeing.pop()
+            if convert is not None and not _seeing:
+                setattr(_lax, _CONVERT, convert)
+
+
+def _showing(convert: Any, see: Callable[[Any, str], Any]) -> Any:
+    def shown(operand: Any, *args: Any, **kwargs: Any) -> Any:
+        result = convert(operand, *args, **kwargs)
+        if result is operand and isinstance(operand, jax.core.Tracer):
+            caster = _caster(sys._getframe(1))
+            if caster is not None:
+                return see(operand, caster.f_code.co_filename)
+        return result
+
+    # JAX shows users their own frames, which are those of other files than its own.
+    shown.__code__ = shown.__code__.replace(co_filename=_lax.__file__)
+    return shown
+
+
+def _caster(frame: FrameType | None) -> FrameType | None:
+    """The frame of the code that asks for a cast to a dtype which it names, if any."""
+    asked = None
+    while frame and frame.f_code.co_name in _CASTING and _is_jaxs(frame):
+        asked, frame = frame, frame.f_back
+    given = asked.f_locals if asked else {"dtype": None}
+    if given.get("dtype", asked) is None or given.get("ndmin"):
+        return None
+    # What becomes of a list has the dtype that its elements have.
+    return None if isinstance(given.get("object"), list | tuple) else frame
+
+
+def _is_jaxs(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_JAX)

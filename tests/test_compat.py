@@ -148,3 +148,26 @@ def test_settings_of_an_equation_are_those_it_was_traced_under():
     assert str(again.ctx) == str(eqn.ctx) != str(equations(sine, 1.0)[0].ctx), (
         "rewritten operations would lose their mesh, their host or their metadata"
     )
+
+
+def test_casts_that_change_nothing_are_seen():
+    seen = []
+
+    def casts(x):
+        x.astype(jnp.float32)
+        jnp.asarray(x, jnp.float32)
+        jnp.array(x, jnp.float32)
+        jnp.float32(x)
+        jnp.astype(x, jnp.float32)
+        jax.lax.convert_element_type(x, jnp.float32)
+        jnp.asarray(x), jnp.array(x, ndmin=1), jnp.array([x, x]), x + x
+
+    def see(array, filename):
+        seen.append(filename)
+        return array
+
+    with _compat.seeing_casts(see):
+        equations(casts, jnp.ones(3))
+    assert seen.count(__file__) == 6, (
+        "what a program casts to float32 would run in 16 bits, as if it said nothing"
+    )

@@ -34,8 +34,8 @@ from jamp._plan.derivative_rules import (
 from jamp._plan.plan import Plan, Structural
 from jamp._plan.planner import plan_for, plan_program
 from jamp._plan.values import Value
+from jamp._tracing.casts import make_jaxpr
 from jamp._tracing.origin import location
-from jamp._tracing.regions import tracing
 from jamp._tracing.trace import outlived
 
 
@@ -280,8 +280,7 @@ def emit_custom_vmap(
             for array, var in zip(arrays, eqn.invars, strict=True)
         ]
         by_rule = jax.vmap(call_of(eqn), in_axes=axes, axis_size=size)
-        with tracing(context.region):
-            program = jax.make_jaxpr(by_rule)(*avals)
+        program = make_jaxpr(by_rule, context.region)(*avals)
         plan = plan_for(program, arrays, context)
         outs = _in_dtypes(emit(plan, arrays), plan, inner.dtypes)
         return outs, (True,) * len(outs)

@@ -15,7 +15,8 @@ from jax.extend.core import JaxprEqn, Literal
 
 from jamp import _dtypes
 from jamp._equations import bind
-from jamp._tracing.regions import Options, tracing
+from jamp._tracing.casts import make_jaxpr
+from jamp._tracing.regions import Options
 from jamp._tracing.trace import with_arrays
 
 
@@ -48,8 +49,8 @@ def trace_jvp(
         function = _of_operands(eqn, primals, found)
         return jax.jvp(function, [primals[slot] for slot in found], tangents)
 
-    with tracing(options):
-        return jax.make_jaxpr(jvp)(avals, [avals[s].to_tangent_aval() for s in found])
+    tangents = [avals[slot].to_tangent_aval() for slot in found]
+    return make_jaxpr(jvp, options)(avals, tangents)
 
 
 class VjpRules:
@@ -86,8 +87,8 @@ class VjpRules:
             trees.append(tree)
             return outs, residuals
 
-        with tracing(self._options):
-            program = jax.make_jaxpr(forward)(*(var.aval for var in self._eqn.invars))
+        avals = [var.aval for var in self._eqn.invars]
+        program = make_jaxpr(forward, self._options)(*avals)
         return program, trees[-1]
 
     def _trace_backward(self, slots: tuple[int, ...], zeros: tuple[bool, ...]) -> Any:
@@ -102,8 +103,7 @@ class VjpRules:
             return jax.tree.unflatten(tree, residuals)(cotangents)
 
         tangents = [aval.to_tangent_aval() for aval in avals[:count]]
-        with tracing(self._options):
-            return jax.make_jaxpr(backward)(avals[count:], tangents)
+        return make_jaxpr(backward, self._options)(avals[count:], tangents)
 
 
 def zero_results(program: Any) -> list[bool]:

@@ -21,6 +21,7 @@ from jamp._plan.values import BOOLEAN, Traits, Value, Values, destroyed, held, p
 from jamp._policy.functions import code_of
 from jamp._policy.policy import Policy
 from jamp._policy.rules import Rule
+from jamp._tracing.casts import is_kept_cast
 
 
 class Dtypes(NamedTuple):
@@ -284,6 +285,10 @@ def plan_convert(equation: Equation) -> list[Value]:
     operand is not: operands are promoted by the dtypes that they have by now.
     """
     eqn, (value,), _, caster, *_ = equation
+    if is_kept_cast(eqn):
+        caster.plan.changed = True
+        caster.record.operands = (value.dtype,)
+        return [caster.cast(value, FLOAT32)]
     new_dtype = eqn.params["new_dtype"]
     rule = caster.record.ruling.rule
     if rule is Rule.AS_TRACED or not _dtypes.eligible(new_dtype):

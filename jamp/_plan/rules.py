@@ -11,8 +11,6 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
-import jax
-
 from jamp import _dtypes, _primitives
 from jamp._compat import scan_counts
 from jamp._dtypes import FLOAT32
@@ -22,7 +20,8 @@ from jamp._plan.plan import Equation, Plan
 from jamp._plan.records import Conversion
 from jamp._plan.values import Traits, Value, Values
 from jamp._policy.rules import Rule
-from jamp._tracing.regions import holds_region, tracing
+from jamp._tracing.casts import make_jaxpr
+from jamp._tracing.regions import holds_region
 
 StructuralRule = Callable[[Equation], list[Value]]
 
@@ -275,10 +274,10 @@ def plan_checkpoint(equation: Equation) -> list[Value]:
 def plan_hi_primitive(equation: Equation) -> list[Value]:
     primitive: Any = equation.eqn.primitive
     avals = [var.aval for var in equation.eqn.invars]
-    with tracing(equation.context.region):
-        expanded = jax.make_jaxpr(
-            lambda *arrays: primitive.to_lojax(*arrays, **equation.eqn.params)
-        )(*avals)
+    expanded = make_jaxpr(
+        lambda *arrays: primitive.to_lojax(*arrays, **equation.eqn.params),
+        equation.context.region,
+    )(*avals)
     inner = equation.inner(expanded, equation.operands)
     kind = "custom_vjp_call"
     with suppress(NotImplementedError):

@@ -13,7 +13,7 @@ from jamp import _dtypes
 from jamp import _primitives as primitives
 from jamp._compat import trace_of
 from jamp._equations import constants, equations
-from jamp._tracing import regions
+from jamp._tracing.casts import make_jaxpr
 from jamp._tracing.checks import is_array, refuse_made
 from jamp._tracing.functions import in_functions, widening
 from jamp._tracing.regions import Options
@@ -59,8 +59,7 @@ def trace(fn: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> T
         filled = with_arrays(leaves, positions, arrays)
         inner_args, inner_kwargs = jax.tree.unflatten(tree, filled)
         try:
-            with regions.tracing(options):
-                result = fn(*inner_args, **inner_kwargs)
+            result = fn(*inner_args, **inner_kwargs)
         except (TypeError, ValueError, NotImplementedError) as error:
             # Before JAX takes its own frames out of the traceback.
             out["refused"] = _raised_by_jax(error)
@@ -75,7 +74,8 @@ def trace(fn: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> T
         return [leaf for leaf in found if is_array(leaf)]
 
     pass_for(fn, flat)
-    program = _make_jaxpr(flat, [leaves[position] for position in positions], out)
+    arrays = [leaves[position] for position in positions]
+    program = _as_written(make_jaxpr(flat, options), arrays, out)
     static, out_tree, kept = out["static"], out["tree"], out["kept"]
 
     def rebuild(results: Sequence[Any]) -> Any:
@@ -93,8 +93,8 @@ def trace(fn: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> T
     return Traced(program, rebuild, repeatable)
 
 
-def _make_jaxpr(
-    flat: Callable[[list[Any]], Any], arrays: list[Any], out: dict[str, Any]
+def _as_written(
+    traced: Callable[[list[Any]], Any], arrays: list[Any], out: dict[str, Any]
 ) -> Any:
     """Traces as written; as if in float32 where 16-bit arguments cannot be traced."""
     avals = [jax.typeof(array) for array in arrays]
@@ -104,16 +104,16 @@ def _make_jaxpr(
         for aval, short in zip(avals, narrow, strict=True)
     ]
     try:
-        program = jax.make_jaxpr(flat)(arrays)
+        program = traced(arrays)
     except Exception as error:
         if not any(narrow) or not out.get("refused"):
             raise
         try:
-            return jax.make_jaxpr(flat)(widened)
+            return traced(widened)
         except Exception:  # noqa: BLE001 - what is wrong in the dtypes as given tells
             raise error from error.__cause__
     if any(narrow) and _refuses_16_bits(program):
-        return jax.make_jaxpr(flat)(widened)
+        return traced(widened)
     return program
 
 
