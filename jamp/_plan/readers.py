@@ -124,8 +124,9 @@ class Readers:
             # What nobody reads inside is handed in as it is.
             self.low |= lows - wide
         else:
-            # Those that are cast for it are read by their casts.
-            self.low |= lows & {value.number for value in action.operands}
+            # Those that are cast for it are read by their casts; what it takes in 16
+            # bits may be what a value that it reads was widened from.
+            self.low |= {value.number for value in action.operands if value.low}
         if found is not None and (found.compares or elementwise):
             if found.compares or not found.exact or made & self.wide:
                 self.wide |= lows
