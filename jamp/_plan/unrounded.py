@@ -316,7 +316,8 @@ class _Writer:
         elif action.rounds and value.number not in self._moved:
             self._wide[result.number] = value
         group = self._making.get(value.number)
-        if group is not None and result.low and value.number not in group.narrowed:
+        kept = group is not None and value.number in group.made
+        if group and kept and result.low and value.number not in group.narrowed:
             # Its gradient enters the call in 16 bits.
             group.narrowed[value.number] = result, action.caster
             self._making[result.number] = group
