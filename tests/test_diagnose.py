@@ -30,6 +30,11 @@ def square(x):
     return x * x
 
 
+def mean(h):
+    """The mean of what a matmul reads, and with it all in front of it, in 16 bits."""
+    return jnp.mean(product(h * 1e-2))
+
+
 def line_of(fn):
     """The line of the first return of a function."""
     lines, first = inspect.getsourcelines(fn)
@@ -92,7 +97,7 @@ each_with_a_gradient = pytest.mark.parametrize(
 @pytest.mark.parametrize("construct", CONSTRUCTS)
 def test_an_overflow_is_found(construct):
     def fn(x):
-        return jnp.mean(CONSTRUCTS[construct](product(x)))
+        return mean(CONSTRUCTS[construct](product(x)))
 
     (finding,) = diagnose(fn)(X).findings
     assert (finding.kind, finding.operation) == ("overflow", "mul")
@@ -102,7 +107,7 @@ def test_an_overflow_is_found(construct):
 @each_with_a_gradient
 def test_it_is_found_where_the_gradient_is_taken_too(construct):
     def fn(x):
-        return jnp.mean(CONSTRUCTS[construct](product(x)))
+        return mean(CONSTRUCTS[construct](product(x)))
 
     findings = diagnose(fn, loss_scale=1.0)(X).findings
     assert {finding.kind for finding in findings} == {"overflow"}
@@ -111,7 +116,7 @@ def test_it_is_found_where_the_gradient_is_taken_too(construct):
 @each_with_a_gradient
 def test_what_fits_is_healthy(construct):
     def fn(x):
-        return jnp.mean(CONSTRUCTS[construct](product(x)))
+        return mean(CONSTRUCTS[construct](product(x)))
 
     assert diagnose(fn, loss_scale=2.0**12)(X / 30).healthy
 
@@ -172,6 +177,34 @@ def test_what_loops_return_is_that_of_compiled_ones():
         assert errors[f"result[0]['{name}']"] == pytest.approx(error, rel=0.1)
 
 
+def line_with(part, fn):
+    lines, first = inspect.getsourcelines(fn)
+    return first + next(i for i, line in enumerate(lines) if part in line)
+
+
+def test_of_lines_that_compute_the_same_the_one_at_fault_is_told():
+    def fn(x):
+        small = x / 300
+        a = jnp.exp(product(small))
+        b = jnp.exp(product(x))
+        return jnp.mean(a @ EYE) + jnp.mean(b @ EYE)
+
+    (finding,) = diagnose(fn)(X).findings
+    assert finding.operation == "exp"
+    assert finding.location.line == line_with("b =", fn)
+
+
+def test_what_a_reader_rounds_is_told_at_the_line_that_computed_it():
+    def fn(x):
+        large = x * 1e5
+        return jnp.mean((large @ EYE) * 1e-5)
+
+    (finding,) = diagnose(fn)(X).findings
+    assert finding.location.line == line_with("large =", fn)
+    reader = line_with("@", fn)
+    assert f"mul rounded to float16 for line {reader} is not finite" in str(finding)
+
+
 def test_an_overflow_without_harm_is_no_finding():
     def fn(x):
         return jnp.minimum(square(product(x)), 100.0)
@@ -211,7 +244,7 @@ def test_a_constant_that_is_not_finite_is_told():
 def test_what_is_divided_by_twice_is_blamed_once():
     def fn(x, eps):
         h = x @ EYE
-        safe = jnp.max(h, axis=-1, keepdims=True) + eps
+        safe = (h + eps) @ np.ones((8, 1), np.float32)
         a = x / safe
         b = h / safe
         return jnp.sum(a) + jnp.sum(b)
@@ -243,7 +276,7 @@ def test_two_faults_take_a_change_for_each():
     def fn(x):
         h, k = product(x), product(x) @ EYE
         a = jnp.minimum(h / first_fault(h), 1)
-        return jnp.sum(a) + jnp.mean(second_fault(k)), jnp.mean(first_fault(h))
+        return jnp.sum(a) + jnp.mean(second_fault(k)), mean(first_fault(h))
 
     diagnosis = diagnose(fn)(X)
     (suggestion,) = diagnosis.suggestions
@@ -255,7 +288,7 @@ def test_two_faults_take_a_change_for_each():
 
 def test_the_users_own_policy_is_derived_from():
     policy = jamp.Policy.load("gpu").with_rules(lower=["jax.nn.softmax"])
-    (suggestion,) = diagnose(lambda x: jnp.mean(square(product(x))), policy=policy)(
+    (suggestion,) = diagnose(lambda x: mean(square(product(x))), policy=policy)(
         X
     ).suggestions
     assert suggestion.code.startswith("policy = policy.with_rules(float32=[")
@@ -297,7 +330,7 @@ def test_float64_integers_and_keys_are_left_alone():
 
 
 def test_a_diagnosis_is_data():
-    diagnosis = diagnose(lambda x: jnp.mean(square(product(x))), loss_scale=1.0)(X)
+    diagnosis = diagnose(lambda x: mean(square(product(x))), loss_scale=1.0)(X)
     assert not diagnosis.healthy
     found = json.loads(json.dumps(diagnosis.to_dict(), allow_nan=False))
     assert found["findings"][0]["location"]["line"] == line_of(square)
@@ -308,7 +341,7 @@ def test_a_diagnosis_is_data():
 
 
 def test_the_text_names_line_limit_and_cure():
-    text = str(diagnose(lambda x: jnp.mean(square(product(x))))(X))
+    text = str(diagnose(lambda x: mean(square(product(x))))(X))
     assert f"{__file__}:{line_of(square)} (square)" in text
     assert "it reaches 9e+04, float16 holds 6.55e+04" in text
     assert re.search(r'jamp.Policy.load\("gpu"\).*ran again: healthy', text, re.DOTALL)

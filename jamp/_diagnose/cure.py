@@ -203,9 +203,7 @@ def _primitives(output: Measured, others: list[Measured]) -> Iterator[Change]:
     """Primitives of the line; a cast that autocast inserted is one of its operation."""
     matmuls = {other.primitive for other in others if other.matmul}
     on_line = [m for m in (output, *others) if m.location == output.location]
-    for name in dict.fromkeys(other.primitive for other in on_line):
-        if name == "convert_element_type":
-            continue
+    for name in dict.fromkeys(other.primitive for other in on_line if not other.cast):
 
         def covers(other: Measured, name: str = name) -> bool:
             return other.primitive == name

@@ -21,8 +21,9 @@ class Finding:
       kind: `'overflow'` (not finite though float32 is), `'underflow'` (zero or nearly
         so), `'precision'` (too far from float32) or `'float32'` (not finite in float32
         either).
-      operation: the primitive; `'argument'` for what the program is given.
-      dtype: the dtype that it computed.
+      operation: the primitive, also where its result is rounded for a reader;
+        `'argument'` for what the program is given.
+      dtype: the dtype that it computed, or that its result is rounded to.
       location: the user's line.
       scope: the named scopes around it, such as the path of a module.
       gradient: whether it is part of the backward pass.

@@ -214,22 +214,26 @@ def _finding(fault: Fault, subject: Subject) -> Finding:
         message = f"{what} is not finite, so that float32 is not finite either"
         return Finding(fault.kind, ARGUMENT, "", None, "", False, None, message)
     measured = fault.measured
+    computed = fault.made or measured
     return Finding(
         kind=fault.kind,
-        operation=measured.primitive,
+        operation=computed.primitive,
         dtype=measured.dtype.name,
-        location=measured.location,
-        scope="/".join(measured.scope),
+        location=computed.location,
+        scope="/".join(computed.scope),
         gradient=measured.scaled,
         iteration=measured.statistics.first,
-        message=_message(fault.kind, measured),
+        message=_message(fault.kind, measured, fault.made),
     )
 
 
-def _message(kind: str, measured: Measured) -> str:
+def _message(kind: str, measured: Measured, made: Measured | None) -> str:
     found, name, dtype = measured.statistics, measured.primitive, measured.dtype.name
-    cast = name == "convert_element_type"
-    what = f"a cast to {dtype}" if cast else f"{name} in {dtype}"
+    what = f"a cast to {dtype}" if measured.cast else f"{name} in {dtype}"
+    if made is not None:
+        what = f"{made.primitive} rounded to {dtype}"
+        if measured.location not in (None, made.location):
+            what += f" for line {measured.location.line}"
     what += " of the gradient" if measured.scaled else ""
     if kind == "float32":
         return f"float32 is not finite either, from {name} on"

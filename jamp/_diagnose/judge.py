@@ -16,6 +16,7 @@ from jamp._diagnose.measure import Ledger, Measured, Pair, State
 from jamp._diagnose.program import Program, Settings, Subject, make_program
 from jamp._diagnose.walk import EXACTLY, Steps, Walk, as_pair, count_equations, entering
 from jamp._dtypes import narrow
+from jamp._plan.plain import is_explicit
 from jamp._tracing.regions import Scope
 
 # The error of independent roundings grows with the root of their number. An error of
@@ -98,6 +99,7 @@ class Fault:
     kind: str  # `'overflow'`, `'underflow'`, `'precision'` or `'float32'`
     measured: Measured | None  # None if an argument or a constant is not finite
     behind: tuple[Measured, ...] = ()  # 16-bit operations that led to it
+    made: Measured | None = None  # if it is a cast of autocast's, what computed that
 
 
 def error_limit(dtype: Any, roundings: int) -> float:
@@ -166,7 +168,24 @@ def find_faults(verdict: Verdict, ledger: Ledger) -> list[Fault]:
     else:
         suspects = [_beginning(m, ledger) for m in _suspects(path)]
         faults += [Fault(kind_of(m), m) for m in _one_per_line(suspects)]
-    return [replace(fault, behind=_behind(fault, ledger)) for fault in faults]
+    return [
+        replace(f, behind=_behind(f, ledger), made=_made(f.measured, ledger))
+        for f in faults
+    ]
+
+
+def _made(rounding: Measured | None, ledger: Ledger) -> Measured | None:
+    """What computed the numbers that a cast rounds which the user did not write."""
+    if rounding is None or not rounding.cast or is_explicit(rounding.eqn):
+        return None
+    found = rounding
+    while found is rounding or found.primitive in _primitives.MOVEMENT:
+        operands = ledger.operands(found)
+        if len(operands) != 1:
+            return None
+        (found,) = operands
+    # A gradient is told at the line whose derivative it is.
+    return None if rounding.scaled and found.line != rounding.line else found
 
 
 def _behind(fault: Fault, ledger: Ledger) -> tuple[Measured, ...]:

@@ -189,6 +189,10 @@ class Measured:
         return self.primitive in _primitives.MATMULS
 
     @property
+    def cast(self) -> bool:
+        return self.primitive == "convert_element_type"
+
+    @property
     def eqns(self) -> tuple[JaxprEqn, ...]:
         return (self.eqn, *reversed(self.callers))
 

@@ -152,7 +152,7 @@ def make_program(subject: Subject, settings: Settings) -> Program:
         marked = _in_regions(traced.program, settings)
         inputs = [leaves[slot] for slot in slots]
         plan = make_plan(marked, inputs, settings.options)
-        result = traced.rebuild(emit(plan, inputs))
+        result = traced.rebuild(emit(plan, inputs, share=False))
         return (result, ()) if subject.modules is None else result
 
     def labelled(**parts: Any) -> list[Any]:

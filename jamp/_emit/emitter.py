@@ -34,12 +34,14 @@ def emits(kind: type[Action] | str) -> Callable[[Emission], Emission]:
     return register
 
 
-def emit(plan: Plan, arrays: Sequence[Any]) -> list[Any]:
-    return Emitter().run(plan, arrays)
+def emit(plan: Plan, arrays: Sequence[Any], *, share: bool = True) -> list[Any]:
+    return Emitter(share).run(plan, arrays)
 
 
 class Emitter:
-    def __init__(self) -> None:
+    def __init__(self, share: bool) -> None:
+        # Whether equal calls are one function, which has the lines of one of them.
+        self.share = share
         self._programs: dict[Any, Any] = {}
         # Jitted functions by what they compute.
         self.float32_calls: dict[Hashable, Callable[..., list[Any]]] = {}

@@ -35,7 +35,7 @@ def emit_float32_call(emitter: Emitter, action: Float32Call, arrays: Arrays) -> 
     run: Callable[..., list[Any]] = partial(_run, action)
     if any(low):
         run = _recomputing(run, low, action)
-    if not under_trace(arrays):
+    if not (emitter.share and under_trace(arrays)):
         return run(*arrays)
     narrow = tuple(None if v is None else v.dtype for v in action.narrowed)
     key = _key(action, (*low, *narrow, action.device_type))
@@ -49,19 +49,18 @@ def emit_float32_call(emitter: Emitter, action: Float32Call, arrays: Arrays) -> 
 
 def _run(action: Float32Call, *arrays: Any) -> list[Any]:
     env = dict(zip(action.invars, arrays, strict=True))
+    wanted = zip(action.outvars, action.narrowed, strict=True)
+    dtypes = {var: value.dtype for var, value in wanted if value is not None}
+    narrow = {}
     names = current_name_stack()
     for eqn in action.eqns:
         operands = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
         with user_context(eqn.source_info.traceback, name_stack=names), settings(eqn):
-            results = bind(eqn, operands)
-        env.update(zip(eqn.outvars, results, strict=True))
+            env.update(zip(eqn.outvars, bind(eqn, operands), strict=True))
+            for var in filter(dtypes.__contains__, eqn.outvars):
+                narrow[var] = jax.lax.convert_element_type(env[var], dtypes[var])
     wide = [env[var] for var in action.outvars]
-    narrow = [
-        jax.lax.convert_element_type(result, value.dtype)
-        for result, value in zip(wide, action.narrowed, strict=True)
-        if value is not None
-    ]
-    return [*wide, *narrow]
+    return [*wide, *(narrow[var] for var in action.outvars if var in dtypes)]
 
 
 def _reduces(primitive: Any, *operands: Any, **params: Any) -> bool:

@@ -272,7 +272,7 @@ def _explicit_codes() -> frozenset[int]:
     return frozenset(id(code_of(function)) for function in casts)
 
 
-def _is_explicit(eqn: JaxprEqn) -> bool:
+def is_explicit(eqn: JaxprEqn) -> bool:
     """Whether the user asked for the cast, and not JAX's promotion of operands."""
     found = frames(eqn)
     return found is None or not _explicit_codes().isdisjoint(map(id, found[0]))
@@ -304,7 +304,7 @@ def plan_convert(equation: Equation) -> list[Value]:
     if rule is Rule.FLOAT32:
         return [caster.cast(value, FLOAT32)]
     traced = _dtypes.dtype_of(eqn.invars[0])
-    if traced.itemsize < target.itemsize and not _is_explicit(eqn):
+    if traced.itemsize < target.itemsize and not is_explicit(eqn):
         caster.plan.changed = True
         return [value]
     if value.dtype == traced != target:
