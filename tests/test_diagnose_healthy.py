@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from mended_programs import PROGRAMS
 from models import MODELS, make_task
 
 import jamp
@@ -96,6 +97,17 @@ def test_a_module_of_nnx_and_its_state_is_left_alone(dtype):
 
     check(diagnose(loss_fn, dtype)(network, numbers(0, 64, 16)))
     jax.tree.map(np.testing.assert_array_equal, before, nnx.state(network))
+
+
+@each_dtype
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_what_is_rounded_after_it_was_read(program, dtype):
+    fn, params, x = program()
+    low = {"device_type": "gpu", "dtype": dtype}
+    assert jamp.diagnose(fn, progress=False, **low)(params, x).healthy
+    found = np.float64(jax.jit(jamp.autocast(fn, **low))(params, x))
+    error = np.linalg.norm(found - fn(params, x)) / np.linalg.norm(fn(params, x))
+    assert error < 20 * jnp.finfo(dtype).eps
 
 
 def attention(w, x):

@@ -43,5 +43,4 @@ def repaired(w, x):
 
 def make():
     args = (normal(0, 32, 32, scale=0.1), normal(1, 16, 32))
-    operation = "convert_element_type"
-    return Fault(loss_fn, args, "overflow", operation, 1.0, repaired)
+    return Fault(loss_fn, args, "overflow", "mul", 1.0, repaired)

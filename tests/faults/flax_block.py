@@ -19,8 +19,10 @@ class Gate(nn.Module):
         value, gate = nn.Dense(32, name="value")(x), nn.Dense(32, name="gate")(x)
         if self.repaired:
             with jamp.autocast(enabled=False):
-                return value * gate
-        return value * gate  # FAULT
+                product = value * gate
+        else:
+            product = value * gate  # FAULT
+        return nn.Dense(32, name="out")(product * 1e-3)
 
 
 class Model(nn.Module):

@@ -10,12 +10,12 @@ from . import Fault, normal
 
 def negative_log(p, labels, eps):
     p = jnp.take_along_axis(p, labels[:, None], -1)
-    return -jnp.mean(jnp.log(p + eps))  # FAULT
+    return -jnp.mean(jnp.log(p + eps))
 
 
 def loss_fn(w, x, confusion, labels, eps):
-    p = jax.nn.softmax(x @ w)
-    noisy = p @ confusion  # CAUSE
+    p = jax.nn.softmax(x @ w)  # FAULT
+    noisy = p @ confusion
     return negative_log(noisy, labels, eps)
 
 
@@ -29,5 +29,4 @@ def repaired(w, x, confusion, labels, eps):
 def make():
     w, x = normal(0, 16, 10, scale=2), normal(1, 64, 16, scale=1.5)
     args = (w, x, jnp.eye(10), jnp.arange(64) % 10, jnp.float32(1e-10))
-    operation = "convert_element_type"
-    return Fault(loss_fn, args, "underflow", operation, repaired=repaired)
+    return Fault(loss_fn, args, "underflow", "div", repaired=repaired)

@@ -6,8 +6,8 @@ from . import Fault, normal
 
 
 def mix(logits, v):
-    weights = jnp.exp(logits)
-    return weights @ v / weights.sum(-1, keepdims=True)  # FAULT
+    weights = jnp.exp(logits)  # FAULT
+    return weights @ v / weights.sum(-1, keepdims=True)
 
 
 def attention(params, x):
@@ -18,4 +18,4 @@ def attention(params, x):
 def make():
     params = {"q": normal(0, 32, 32, scale=0.3), "k": normal(1, 32, 32, scale=0.3)}
     args = (params, normal(2, 16, 32))
-    return Fault(attention, args, "overflow", "convert_element_type")
+    return Fault(attention, args, "overflow", "exp")
