@@ -248,6 +248,7 @@ class Figures(Counted):
     options: Options
     regions: tuple[Options, ...] = ()
     residuals: Residuals | None = None
+    risks: tuple[str, ...] = ()
 
     @property
     def header(self) -> str:
@@ -303,7 +304,7 @@ class Figures(Counted):
                 f"({1 - self.low_flop_share:.1%} of their FLOPs) do not run in 16 "
                 f"bits: {reasons}"
             )
-        return tuple(found)
+        return (*found, *self.risks)
 
     @cached_property
     def modules(self) -> Module:

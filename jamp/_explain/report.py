@@ -14,6 +14,7 @@ from jamp._emit import emit
 from jamp._explain import html, operations, text
 from jamp._explain.operations import Counted, Figures, Module, Operation
 from jamp._explain.residuals import Residuals, bytes_by_dtype, residuals_of_call
+from jamp._explain.risks import find_risks
 from jamp._plan.planner import make_plan
 from jamp._tracing import nnx_modules, regions, trace
 from jamp._tracing.checks import check_function, is_array
@@ -36,6 +37,7 @@ class Report(Figures):
       options: the options of autocast, with the defaults filled in.
       regions: those of the enabled regions inside that have others.
       residuals: what the backward pass keeps, if `explain` was asked for it.
+      risks: sentences on lines whose numbers 16 bits may not hold.
     """
 
     def text(self, group: str = "function") -> str:
@@ -163,7 +165,7 @@ def explain(
         name = getattr(fn, "__name__", type(fn).__name__)
         others = tuple(o for o in inside if o.enabled and o != options)
         found = tuple(operations.operations(plan.entries))
-        return Report(found, name, options, others, kept)
+        return Report(found, name, options, others, kept, find_risks(plan))
 
     return explained
 

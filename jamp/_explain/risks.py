@@ -1,0 +1,167 @@
+"""Numbers that a plan rounds to 16 bits, and that may not survive it.
+
+What is known of values is followed through the plan, in whatever dtype they are: which
+are squares or exponentials and where they became it, what is a sum and what is rounded.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal
+
+from jamp import _dtypes, _primitives
+from jamp._equations import closed
+from jamp._plan.plan import Action, Bind, Broadcast, Float32Call, Plan, Structural
+from jamp._plan.values import Value
+from jamp._tracing.origin import location
+
+# What is known of a value, and where it became so.
+Facts = Mapping[str, str]
+
+_CALLS = frozenset(_primitives.CALLS) | {"checkpoint"}
+_KEEPING = _primitives.EXACT | _primitives.MOVEMENT
+_SUMS = _primitives.MATMULS | {"cumsum", "reduce_sum", "reduce_window_sum"}
+_LINEAR = _KEEPING | _SUMS | {"add", "div", "mul", "sub"}
+_BOUNDED = frozenset("cos erf logistic sin tanh".split())
+_ADVICE = {
+    "square": "may leave its range: compute in float32 what reads it",
+    "exponential": "may leave its range: subtract the maximum first",
+}
+
+
+def find_risks(plan: Plan) -> tuple[str, ...]:
+    """Sentences on what may be lost, one for each operation and line."""
+    walk = _Walk()
+    walk.plan(plan, ())
+    return tuple(walk.found)
+
+
+class _Walk:
+    def __init__(self) -> None:
+        self.found: dict[str, None] = {}
+        self._callers: tuple[JaxprEqn, ...] = ()
+
+    def plan(self, plan: Plan, operands: Sequence[Facts]) -> list[Facts]:
+        """What is known of the results of a plan, given what is of its operands."""
+        inputs = [value.number for value in plan.inputs]
+        known: dict[int, Facts] = dict(zip(inputs, operands, strict=False))
+
+        def read(value: Value) -> Facts:
+            literal = value.known is not None and value.traits.table
+            return _constant(value.known) if literal else known.get(value.number, {})
+
+        callers = self._callers
+        for step in plan.steps:
+            self._callers = (*callers, *step.source)
+            for action in step.actions:
+                results = self._results(action, list(map(read, action.operands)))
+                for value, facts in zip(action.results, results, strict=True):
+                    rounds = value.low and {"sum", "square"} & facts.keys()
+                    known[value.number] = {**facts, "rounded": ""} if rounds else facts
+        self._callers = callers
+        return list(map(read, plan.results))
+
+    def _results(self, action: Action, taken: Sequence[Facts]) -> Sequence[Facts]:
+        name = getattr(getattr(action, "eqn", None), "primitive", "")
+        if str(name) not in _KEEPING | _CALLS and not isinstance(action, Broadcast):
+            self._note(action.operands, taken)
+        match action:
+            case Float32Call():
+                known = dict(zip(action.invars, taken, strict=True))
+                made = self._equations(action.eqns, known, action.outvars)
+                pairs = zip(made, action.narrowed, strict=True)
+                return [*made, *(facts for facts, value in pairs if value is not None)]
+            case Bind():
+                return self._equation(action.eqn, taken)
+            case Structural() if str(name) in _CALLS:
+                return self.plan(action.plans[0], taken)
+            case Structural():
+                for plan in action.plans:
+                    self.plan(plan, ())
+                return [{}] * len(action.results)
+        return taken
+
+    def _note(self, values: Sequence[Value], taken: Sequence[Facts]) -> None:
+        """Notes what is read in 16 bits of a narrower range than float32's."""
+        for value, facts in zip(values, taken, strict=True):
+            if value.low and jnp.finfo(value.dtype).maxexp < 128:
+                for fact in sorted(_ADVICE.keys() & facts.keys()):
+                    what = f"{facts[fact]}, rounded to {value.dtype}, {_ADVICE[fact]}"
+                    self.found[what] = None
+
+    def _equations(
+        self, eqns: Iterable[JaxprEqn], known: dict[Any, Facts], outs: Iterable[Any]
+    ) -> list[Facts]:
+        def read(var: Any) -> Facts:
+            literal = isinstance(var, Literal)
+            return _constant(var.val) if literal else known.get(var, {})
+
+        for eqn in eqns:
+            made = self._equation(eqn, list(map(read, eqn.invars)))
+            known.update(zip(eqn.outvars, made, strict=True))
+        return list(map(read, outs))
+
+    def _equation(self, eqn: JaxprEqn, taken: Sequence[Facts]) -> list[Facts]:
+        name = eqn.primitive.name
+        if name in _primitives.CALLS:
+            inner = closed(eqn.params[_primitives.CALLS[name]]).jaxpr
+            known = dict(zip(inner.invars, taken, strict=True))
+            return self._equations(inner.eqns, known, inner.outvars)
+        places = filter(None, map(location, (eqn, *reversed(self._callers))))
+        at = next((f"{Path(p.file).name}:{p.line}" for p in places), "unknown location")
+        sums = name == "sub" and all({"sum", "square"} & f.keys() for f in taken)
+        if sums and {"sum", "square", "rounded"} <= set().union(*taken):
+            self.found[f"{name} at {at} of rounded sums: compute these in float32"] = (
+                None
+            )
+        return [_facts(eqn, taken, f"{name} at {at}")] * len(eqn.outvars)
+
+
+def _constant(value: Any) -> Facts:
+    falls = {"falling": ""} if np.all(np.real(value) < 0) else {}
+    return {"constant": "", "bounded": "", **falls}
+
+
+def _facts(eqn: JaxprEqn, operands: Sequence[Facts], where: str) -> Facts:
+    """What is known of the result of an equation."""
+    name, pairs = eqn.primitive.name, zip(eqn.invars, operands, strict=True)
+    # Not of indices and masks.
+    taken = [f for v, f in pairs if _dtypes.eligible(_dtypes.dtype_of(v))]
+    varying = [facts for facts in taken if "constant" not in facts]
+    if all("constant" in facts for facts in operands):
+        return operands[0] if operands else {}
+    if not varying:
+        return {}
+    some = {fact: at for facts in varying for fact, at in facts.items()}
+    common = {f: some[f] for f in some if all(f in facts for facts in varying)}
+    bounded = all("bounded" in facts for facts in taken)
+    if name in ("exp", "exp2"):
+        safe = {"bounded", "falling"} & common.keys()
+        return {"bounded": ""} if safe else {"exponential": where}
+    if _power(eqn) >= 2:
+        return {"bounded": ""} if bounded else {"square": where}
+    if name in _BOUNDED:
+        return {"bounded": ""}
+    if name in ("clamp", "min") and len(varying) < len(taken):
+        return {"falling": ""}
+    if name not in _LINEAR or (name == "div" and "constant" not in operands[1]):
+        return {}
+    lost = {"bounded", "falling", *(["rounded"] if name in _SUMS else [])}
+    kept = some if name in _primitives.MATMULS else common
+    found = {fact: at for fact, at in kept.items() if fact not in lost}
+    product = name in ("div", "mul") and any("falling" in facts for facts in taken)
+    falls = product or name in ("neg", "sub") or "falling" in common
+    more = {"falling": falls, "sum": name in _SUMS, "bounded": bounded}
+    return {**found, **{fact: "" for fact, holds in more.items() if holds}}
+
+
+def _power(eqn: JaxprEqn) -> float:
+    """Of what it takes, if it is a power of that alone."""
+    name, (x, *others) = eqn.primitive.name, eqn.invars
+    if name == "pow" and isinstance(others[0], Literal):
+        return float(others[0].val)
+    same = name == "mul" and x is others[0]
+    return 2 if same or name == "square" else eqn.params.get("y") or 1
