@@ -118,6 +118,17 @@ def square_of_probabilities(h):
     return (1 - jax.nn.sigmoid(h)) ** 2 @ W
 
 
+def scaled_in_a_region(h):
+    with jamp.autocast(enabled=False):
+        square = h * h
+    return (square / 1e3) @ W
+
+
+def scaled_after_a_cast(h):
+    wide = h.astype(jnp.float32)
+    return (wide * wide * 1e-3) @ W
+
+
 def returned(h):
     return h * h, jnp.exp(h)
 
@@ -129,6 +140,8 @@ SAFE = [
     norm,
     capped,
     square_of_probabilities,
+    scaled_in_a_region,
+    scaled_after_a_cast,
     returned,
 ]
 

@@ -121,8 +121,9 @@ class _Walk:
 
 
 def _constant(value: Any) -> Facts:
-    falls = {"falling": ""} if np.all(np.real(value) < 0) else {}
-    return {"constant": "", "bounded": "", **falls}
+    size = np.max(np.abs(value))
+    more = {"falling": np.all(np.real(value) < 0), "tiny": size < 0.1, "huge": size > 9}
+    return dict.fromkeys(("constant", "bounded", *(f for f in more if more[f])), "")
 
 
 def _facts(eqn: JaxprEqn, operands: Sequence[Facts], where: str) -> Facts:
@@ -150,6 +151,11 @@ def _facts(eqn: JaxprEqn, operands: Sequence[Facts], where: str) -> Facts:
     if name not in _LINEAR or (name == "div" and "constant" not in operands[1]):
         return {}
     lost = {"bounded", "falling", *(["rounded"] if name in _SUMS else [])}
+    # Who scales it down makes it fit; but who divides a sum takes a mean.
+    if (name == "mul" and any("tiny" in facts for facts in taken)) or (
+        name == "div" and "huge" in taken[1] and "sum" not in common
+    ):
+        lost |= _ADVICE.keys()
     kept = some if name in _primitives.MATMULS else common
     found = {fact: at for fact, at in kept.items() if fact not in lost}
     product = name in ("div", "mul") and any("falling" in facts for facts in taken)
