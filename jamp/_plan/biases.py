@@ -32,16 +32,19 @@ def product_and_bias(x: Value, y: Value) -> Value | None:
     return None
 
 
-def free_dims(eqn: JaxprEqn, operands: Values, inputs: Values) -> tuple[Dims, ...]:
+def free_dims(
+    eqn: JaxprEqn, operands: Values, inputs: Values, *, layer: bool
+) -> tuple[Dims, ...]:
     """For each weight that a product multiplies, along which dimensions a bias varies.
 
     Args:
       eqn: the product.
       operands: what it multiplies.
       inputs: what the program around it takes.
+      layer: whether a listed layer computes it, whose weight may have 16 bits.
     """
     factors = operands[:2]
-    weights = [not value.traits.data for value in factors]
+    weights = [layer or not value.traits.data for value in factors]
     if eqn.primitive.name == "conv_general_dilated":
         return ((eqn.params["dimension_numbers"].out_spec[1],),) if weights[1] else ()
     numbers: Any = eqn.params.get("ragged_dot_dimension_numbers")
@@ -55,7 +58,7 @@ def free_dims(eqn: JaxprEqn, operands: Values, inputs: Values) -> tuple[Dims, ..
     split = ndim - (factors[1].ndim - len(summed[1]) - count - groups)
     shared = tuple(range(count))
     found = ((*shared, *range(count, split)), (*shared, *range(split, ndim)))
-    if count and all(weights):
+    if count and all(weights) and not layer:
         # Experts, or scores of queries and keys. The last dimension of keys is summed
         # over, unless the program transposed them.
         left, right = (

@@ -15,7 +15,7 @@ from jamp._compat import frames, settings
 from jamp._dtypes import FLOAT32, DType
 from jamp._equations import contracted, holds_program
 from jamp._plan.biases import free_dims, moved, product_and_bias
-from jamp._plan.plan import Broadcast, Caster, Equation
+from jamp._plan.plan import Broadcast, Equation
 from jamp._plan.records import Origin, Ruling
 from jamp._plan.values import BOOLEAN, Traits, Value, Values, destroyed, held, propagate
 from jamp._policy.functions import code_of
@@ -159,7 +159,7 @@ def cast_and_bind(equation: Equation, dtypes: Dtypes) -> list[Value]:
     used = tuple([value.dtype for value in cast])
     caster.record.operands = used
     traced = tuple(map(_dtypes.dtype_of, eqn.invars))
-    traits = _result_traits(eqn, operands, used, caster)
+    traits = _result_traits(equation, used)
     table = _is_table(eqn, operands, caster.options.policy)
     traits = traits._replace(table=table, sums=None)
     results = []
@@ -221,9 +221,8 @@ def result_dtypes(
     return [getattr(aval, "dtype", None) for aval in results]
 
 
-def _result_traits(
-    eqn: JaxprEqn, operands: Values, used: Sequence[Any], caster: Caster
-) -> Traits:
+def _result_traits(equation: Equation, used: Sequence[Any]) -> Traits:
+    eqn, operands, context, caster, *_ = equation
     name = eqn.primitive.name
     floats = [v for v in operands if v.eligible]
     # A scalar among arrays scales them.
@@ -235,7 +234,10 @@ def _result_traits(
         low = all(d in _dtypes.LOW_DTYPES for d in used[:2])
         if not low or is_elementwise(eqn):
             return Traits(data=data)
-        return Traits(free=free_dims(eqn, operands, caster.plan.inputs), data=True)
+        rules = caster.options.policy.function_rules
+        layer = any(rules.get(found) is Rule.LOWER for found in context.inside)
+        free = free_dims(eqn, operands, caster.plan.inputs, layer=layer)
+        return Traits(free=free, data=True)
     unsafe = caster.options.policy.unsafe
     if any(name in u.of for u in unsafe):
         return Traits(data=data, probability=True)

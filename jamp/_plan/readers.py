@@ -36,6 +36,7 @@ class Kind(NamedTuple):
     """Of an action that could run in the float32 that its equation was traced in."""
 
     exact: bool  # whether it makes no rounding of its own
+    moves: bool  # whether it changes no number at all
     low: bool  # whether its results have 16 bits
     linear: bool  # whether its backward pass needs nothing of its operands
     compares: bool  # whether its results are none of 16 bits that it takes
@@ -61,7 +62,8 @@ def kind(action: Action) -> Kind | None:
     if low[0] and isinstance(action, Bind):
         if action.caster.record.ruling.rule is not Rule.PROMOTE:
             return None
-    return Kind(exact, low[0], names <= _primitives.LINEAR, compares)
+    moves = names <= _primitives.MOVEMENT
+    return Kind(exact, moves, low[0], names <= _primitives.LINEAR, compares)
 
 
 class Readers:

@@ -193,9 +193,10 @@ class _Writer:
                 grown or value.low or self._is_view(value) or value.aval.shape != shape
                 for value, grown in zip(read, grows, strict=True)
             )
+        lossy = any(map(self._at_hand, read))
         if action in self._readers.unrounded and not self._saves_more(action, found):
-            return True
-        return not found.exact and any(map(self._at_hand, read))
+            return lossy or not found.moves or any(map(self._grows, read))
+        return lossy and not found.exact
 
     def _saves_more(self, action: Bind | Structural, found: Kind) -> bool:
         """Whether 16 bits that nothing else reads would be kept instead of a sum."""
@@ -316,8 +317,8 @@ class _Writer:
         elif action.rounds and value.number not in self._moved:
             self._wide[result.number] = value
         group = self._making.get(value.number)
-        kept = group is not None and value.number in group.made
-        if group and kept and result.low and value.number not in group.narrowed:
+        made = group.made if group is not None and result.low else {}
+        if group and value.number in made and value.number not in group.narrowed:
             # Its gradient enters the call in 16 bits.
             group.narrowed[value.number] = result, action.caster
             self._making[result.number] = group
