@@ -79,7 +79,7 @@ def loss_fn(w, x, *, power=1):
     return jnp.mean(x @ w) ** power
 
 def energy(w, x):
-    return jnp.sum((x @ w) * (x @ w))
+    return jnp.sum(((x @ w) * (x @ w)) @ w.T)
 
 def with_aux(w, x):
     return jnp.mean(x @ w), x
