@@ -42,8 +42,8 @@ class Kind(NamedTuple):
     compares: bool  # whether its results are none of 16 bits that it takes
 
 
-def kind(action: Action) -> Kind | None:
-    """What an elementwise or reducing action is; None for all others."""
+def _kind(action: Action) -> Kind | None:
+    """See `Readers.kind`."""
     if not isinstance(action, Bind | Structural) or not action.results:
         return None
     if isinstance(action, Structural) and action.kind != "jit":
@@ -80,6 +80,7 @@ class Readers:
         # Elementwise actions whose results only readers in float32 have.
         self.unrounded: set[Action] = set()
         self._of = of
+        self._kinds: dict[Action, Kind | None] = {}
         self._counts: Counter[int] = Counter()
         for step in reversed(plan.steps):
             for action in reversed(step.actions):
@@ -94,6 +95,12 @@ class Readers:
             for found in (self.low, self.wide)
         )
         return Reading(low, wide)
+
+    def kind(self, action: Action) -> Kind | None:
+        """What an elementwise or reducing action is; None for all others."""
+        if action not in self._kinds:
+            self._kinds[action] = _kind(action)
+        return self._kinds[action]
 
     def alone(self, value: Value) -> bool:
         """Whether one action only reads a value."""
@@ -111,7 +118,7 @@ class Readers:
             self._add_equation(action, lows)
 
     def _add_equation(self, action: Bind | Structural, lows: set[int]) -> None:
-        found = kind(action)
+        found = self.kind(action)
         made = {value.number for value in action.results}
         elementwise = found is not None and found.low
         if elementwise and made & self.wide and not made & self.low:

@@ -32,7 +32,7 @@ from jamp._plan.plan import (
     Step,
     Structural,
 )
-from jamp._plan.readers import Kind, Readers, Reading, all_low, kind, taken
+from jamp._plan.readers import Kind, Readers, Reading, all_low, taken
 from jamp._plan.rewritten_records import RewrittenRecords
 from jamp._plan.values import Value, Values
 
@@ -163,7 +163,7 @@ class _Writer:
             self._write_as_it_is(action, source)
 
     def _write_as_it_is(self, action: Action, source: Source) -> None:
-        found = kind(action)
+        found = self._readers.kind(action)
         if isinstance(action, Bind) and found is not None and found.exact:
             (result, *_), name = action.results, action.eqn.primitive.name
             if not found.low and all(map(self._is_moved, action.read)):
@@ -177,7 +177,7 @@ class _Writer:
 
     def _runs_wide(self, action: Bind | Structural) -> bool:
         """Whether an elementwise action runs in a float32 call from now on."""
-        found = kind(action)
+        found = self._readers.kind(action)
         if found is None:
             return False
         read = [self._entering(value) for value in taken(action)]
@@ -236,7 +236,7 @@ class _Writer:
     def _take(self, action: Bind | Structural, source: Source) -> None:
         """Makes an elementwise action a part of a float32 call."""
         eqns, read = self._with_views(action.eqn, taken(action))
-        found = kind(action)
+        found = self._readers.kind(action)
         assert found is not None  # noqa: S101 - only what has a kind is taken
         group = Group(source, action.device_type, action.caster)
         sharing = (self._making, self._taking) if found.low else (self._making,)
@@ -331,10 +331,9 @@ class _Writer:
             self._keep(self._with_plans(action, plans), source)
             return
         (inner,) = action.plans
-        wants = self._variants.readers(inner, self._readers.reading(action.results))
-        places = wants.inputs.wide
-        wide = frozenset(p for p in places if self._at_hand(action.operands[p]))
         results = self._readers.reading(action.results)
+        places = self._variants.readers(inner, results).inputs.wide
+        wide = frozenset(p for p in places if self._at_hand(action.operands[p]))
         plan, given = self._variants.variant(inner, results, wide)
         operands = [
             self._float32(value) if place in wide else value
