@@ -20,7 +20,7 @@ import numpy as np
 from jax.extend.core import Literal
 from jax.extend.source_info_util import current_name_stack, user_context
 
-from jamp import _dtypes, _primitives
+from jamp import _primitives
 from jamp._compat import INLINE, settings, under_trace
 from jamp._dtypes import FLOAT32
 from jamp._emit.emitter import Arrays, Emitter, emits
@@ -31,7 +31,7 @@ from jamp._plan.plan import Float32Call
 @emits(Float32Call)
 def emit_float32_call(emitter: Emitter, action: Float32Call, arrays: Arrays) -> Arrays:
     """Emits a call; from 16-bit arrays, the backward pass runs it again."""
-    low = tuple(value.dtype in _dtypes.LOW_DTYPES for value in action.operands)
+    low = tuple(value.low for value in action.operands)
     run: Callable[..., list[Any]] = partial(_run, action)
     if any(low):
         run = _recomputing(run, low, action)

@@ -114,9 +114,8 @@ class _Walk:
         at = next((f"{Path(p.file).name}:{p.line}" for p in places), "unknown location")
         sums = name == "sub" and all({"sum", "square"} & f.keys() for f in taken)
         if sums and {"sum", "square", "rounded"} <= set().union(*taken):
-            self.found[f"{name} at {at} of rounded sums: compute these in float32"] = (
-                None
-            )
+            what = f"{name} at {at} of rounded sums: compute these in float32"
+            self.found[what] = None
         return [_facts(eqn, taken, f"{name} at {at}")] * len(eqn.outvars)
 
 

@@ -23,7 +23,7 @@ def product_and_bias(x: Value, y: Value) -> Value | None:
     for product, other in ((x, y), (y, x)):
         varies = {*range(other.ndim)}.difference(other.traits.repeated)
         if (
-            product.dtype in _dtypes.LOW_DTYPES
+            product.low
             and not other.follows
             and len(varies) < product.ndim
             and any(varies.issubset(dims) for dims in product.traits.free)

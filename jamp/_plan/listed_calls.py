@@ -191,10 +191,10 @@ def _plan_in_float32(call: ListedCall, enter: Caster) -> None:
             )
         )
     env.bind(call.outvars, results)
-    plan.entries.extend(as_traced(call.eqns, call.ruling, call.context.scope))
+    plan.entries.extend(_as_traced(call.eqns, call.ruling, call.context.scope))
 
 
-def as_traced(
+def _as_traced(
     eqns: Sequence[JaxprEqn], ruling: Ruling, scope: Scope
 ) -> Iterator[Entry]:
     """Records of equations that run as traced, and of the programs that they hold."""
@@ -204,7 +204,7 @@ def as_traced(
         results = tuple(map(_dtypes.dtype_of, eqn.outvars))
         yield Record(eqn, ruling, inner.names, operands, results)
         for program in jaxprs_in_params(eqn.params):
-            yield InnerRecords(eqn, list(as_traced(program.eqns, ruling, inner)))
+            yield InnerRecords(eqn, list(_as_traced(program.eqns, ruling, inner)))
 
 
 def _settle(call: ListedCall, caster: Caster) -> None:
