@@ -78,7 +78,7 @@ def counted_casts(jaxpr):
         if eqn.primitive.name == "convert_element_type":
             old, new = eqn.invars[0].aval, eqn.outvars[0].aval
             if is_float(old) and is_float(new) and old.dtype != new.dtype:
-                number += 1
+                number += times
                 nbytes += times * old.size * (old.dtype.itemsize + new.dtype.itemsize)
     return number, nbytes
 

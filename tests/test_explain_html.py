@@ -112,7 +112,8 @@ def test_each_module_folds_and_each_row_can_be_filtered(page, report):
     for key in ("data-dtype", "data-rule"):
         assert {row[key] for row in rows} == {b[key] for b in buttons if key in b}
     norms = [row for row in rows if row["data-path"].endswith("LayerNorm_0")]
-    assert len(norms) == 3
+    (norm,) = norms  # of three blocks that are alike
+    assert "Block_0 Block_1 Block_2" in norm["data-path"]
     assert {(n["data-rule"], n["data-dtype"]) for n in norms} == {("float32", "f32")}
     dense = [row for row in rows if row["data-path"].endswith("Dense_0")]
     assert {(d["data-rule"], d["data-dtype"]) for d in dense} == {("lower", "f16")}
@@ -251,6 +252,5 @@ def test_filters_leave_what_matches(report, action, pattern, tmp_path):
     if pattern is None:
         assert (names, found) == ("", "false")
     else:
-        number = 1 if "block_1" in action else 3
-        assert names.split("|") == [f"flax.linen.{pattern}"] * number
+        assert names == f"flax.linen.{pattern}"
         assert found == "true"

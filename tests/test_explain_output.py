@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax import lax
 from rich.console import Console
 
 import jamp
@@ -143,10 +145,10 @@ def test_no_entry_is_added_in_a_policy_of_jamp(report):
 def test_modules_are_a_tree_whose_figures_add_up(report):
     root = report.modules
     (network,) = root.children
-    assert [child.name for child in network.children] == ["Block_0", "Block_1", "head"]
-    block = network.children[0]
+    block, head = network.children
+    assert (block.name, head.name) == ("Block_0, Block_1, the same 2 times", "head")
     assert [child.name for child in block.children] == ["up", "out"]
-    assert block.flops == 2 * (2 * 2 * 8 * 16)
+    assert block.flops == 2 * 2 * (2 * 2 * 8 * 16)
     assert block.low_flop_share == 1
     for module in (root, network, block):
         parts = [*module.children, *module.own]
@@ -171,7 +173,7 @@ def test_what_stands_in_no_module_is_under_the_users_function():
 def test_text_by_module_is_indented_and_names_each_line(report):
     lines = report.text("module").splitlines()
     table = lines[lines.index("") + 1 :]
-    for name in ("apply ", "  Network ", "    Block_1 ", "      up "):
+    for name in ("apply ", "  Network ", "    Block_0, Block_1, the ", "      up "):
         assert any(text.startswith(name) for text in table)
     (product,) = [text for text in table if "- dot_general" in text]
     assert "f32" in product
@@ -264,8 +266,107 @@ def test_text_about_a_deep_model_fits_a_hundred_columns(deep, group):
     text = deep.text(group)
     longer = len(HERE) - len("gpt.py")
     assert max(map(len, text.splitlines())) <= 100 + longer
-    for part in ("layers_10", "query", "DenseGeneral", "softmax_", "ger_labels"):
+    for part in ("layers_10", "query", "DenseGeneral", "softmax_..labels"):
         assert part in text
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = x + nn.MultiHeadDotProductAttention(num_heads=2)(nn.LayerNorm()(x))
+        return x + nn.Dense(8, name="down")(nn.gelu(nn.Dense(16, name="up")(x)))
+
+
+class Decoder(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for i in range(12):
+            x = Layer(name=f"block_{i}")(x)
+        return nn.Dense(4, name="head")(x)
+
+
+ALIKE = "block_0 ... block_11, the same 12 times"
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    x = jnp.ones((1, 3, 8))
+    variables = jax.eval_shape(Decoder().init, jax.random.key(0), x)
+    policy = GPU.scoped("**/block_3/up", "float32")
+    return jamp.explain(Decoder().apply, device_type="gpu", policy=policy)(variables, x)
+
+
+def test_equal_blocks_are_one_in_every_form_of_a_report(decoder):
+    page = decoder.to_html()
+    assert ALIKE in page and page.count("MultiHeadDotProductAttention_0</span>") < 2
+    for text in (str(decoder), decoder.text("module"), shown(decoder, 100)):
+        assert ALIKE in text
+        assert set(re.findall(r"block_\d+", text)) == {"block_0", "block_3", "block_11"}
+        assert len(text.splitlines()) < 70
+    (network,) = decoder.to_dict()["modules"]["modules"]
+    block, head = network["modules"]
+    assert block["names"] == [f"block_{i}" for i in range(12)]
+    assert (block["name"], head["names"]) == (ALIKE, ["head"])
+    assert block["figures"]["matmuls"] == 12 * 8
+
+
+def test_what_differs_between_equal_blocks_is_told(decoder):
+    lines = [line for line in str(decoder).splitlines() if f"{HERE}:" in line]
+    up = source_line('Dense(8, name="down")')
+    assert any(
+        "lower" in line and f"not block_3 up {HERE}:{up}" in line for line in lines
+    )
+    own = [line for line in lines if "only block_3" in line]
+    assert own and all(f"{HERE}:{up}" in line for line in own)
+    assert "dot_general, only block_3" in decoder.text("module")
+    assert "only block_3" in decoder.to_html()
+
+
+def test_blocks_of_other_sizes_or_lines_are_not_alike():
+    @jax.jit
+    def fn(x, y):
+        for i, z in enumerate((x, x, y)):
+            with jax.named_scope(f"block_{i}"):
+                z @ z.T
+        with jax.named_scope("block_3"):
+            return x @ x.T
+
+    modules = jamp.explain(fn)(X, X[:1]).to_dict()["modules"]["modules"]
+    names = [module["names"] for module in modules if module["figures"]["matmuls"]]
+    assert names == [["block_0", "block_1"], ["block_2"], ["block_3"]]
+
+
+def test_operations_of_a_librarys_attention_show_its_line_beside_the_users(decoder):
+    users = source_line("x = x + nn.MultiHead")
+    (product, _) = [
+        line
+        for line in str(decoder).splitlines()
+        if "> attention.py" in line and line.startswith("dot_general")
+    ]
+    file, line = re.search(rf"{HERE}:{users} > (attention.py):(\d+)", product).groups()
+    source = Path(nn.attention.__file__)
+    assert file == source.name
+    code = source.read_text(encoding="utf-8").splitlines()[int(line) - 1]
+    assert "einsum" in code
+    data = decoder.to_dict()["operations"]
+    assert {op["library_file"] for op in data if op["library_line"] == int(line)} == {
+        str(source)
+    }
+
+
+def test_a_scan_says_how_often_it_runs_and_all_figures_count_that():
+    def fn(x, ws):
+        return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
+
+    report = jamp.explain(fn, device_type="gpu")(X, jnp.ones((24, 8, 8)))
+    assert "in loops, 24 times:" in str(report)
+    assert "dot_general, 24 times" in report.text("module")
+    assert "24 times" in report.to_html()
+    assert "24 of 24 matmuls" in str(report)
+    figures = report.to_dict()["figures"]
+    product = 2 * 2 * 8 * 8
+    assert (figures["matmuls"], figures["flops"]) == (24, 24 * product)
+    assert figures["casts"] >= 24
 
 
 @pytest.mark.parametrize("width", [50, 80, 140])

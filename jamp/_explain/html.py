@@ -6,9 +6,19 @@ from html import escape
 from importlib.resources import files
 from string import Template
 
-from jamp._explain.operations import Counted, Figures, Module
+from jamp._explain.operations import Counted, Figures, Module, runs
 from jamp._explain.residuals import bytes_by_dtype
-from jamp._explain.text import FIGURES, Row, amount, figures, rows, short, size
+from jamp._explain.text import (
+    FIGURES,
+    Placed,
+    Row,
+    amount,
+    figures,
+    placed,
+    rows,
+    short,
+    size,
+)
 
 _COLOURED = ("f16", "bf16", "f32", "f64")
 # Modules this deep stand open at first.
@@ -18,7 +28,7 @@ _OPEN_DEPTH = 2
 def page(report: Figures) -> str:
     file = files("jamp._explain").joinpath("report.html")
     template = file.read_text(encoding="utf-8")
-    every = rows(report.operations)
+    every = [line.row for line in placed(report.modules)]
     return Template(template).substitute(
         name=escape(report.name),
         header=escape(report.header),
@@ -26,7 +36,7 @@ def page(report: Figures) -> str:
         cards="\n".join(_cards(report)),
         dtypes=_buttons("dtype", (row.computes_in for row in every)),
         rules=_buttons("rule", (row.rule for row in every)),
-        tree="\n".join(_tree(report.modules, ())),
+        tree="\n".join(_tree(report.modules)),
     )
 
 
@@ -48,12 +58,12 @@ def _attention(sentences: Iterable[str]) -> str:
 
 def _cards(report: Figures) -> Iterator[str]:
     flops = Counter[str]()
-    for row in rows(report.matmuls):
-        flops[row.computes_in] += int(row.flops)
+    for line in placed(report.modules):
+        flops[line.row.computes_in] += int(line.row.flops)
     yield _card(
         "FLOPs in 16 bits",
         f"{report.low_flop_share:.1%}",
-        f"{report.low_matmuls} of {len(report.matmuls)} matmuls and "
+        f"{report.low_matmuls} of {runs(report.matmuls)} matmuls and "
         f"convolutions, {amount(report.flops, 'FLOP')}",
         _bar(flops),
     )
@@ -117,31 +127,33 @@ def _buttons(kind: str, values: Iterable[str]) -> str:
     )
 
 
-def _tree(module: Module, path: tuple[str, ...]) -> Iterator[str]:
+def _tree(module: Module, around: tuple[Module, ...] = ()) -> Iterator[str]:
     """A module and all that stands in it, line by line."""
     number = sum(op.decided for op in module.operations)
-    state = " open" if len(path) < _OPEN_DEPTH else ""
+    state = " open" if len(around) < _OPEN_DEPTH else ""
     yield (
-        f'<details{state} style="--depth: {len(path)}"><summary class="line">'
+        f'<details{state} style="--depth: {len(around)}"><summary class="line">'
         f'<span class="title">{escape(module.name)} '
         f'<span class="count">{number} operation{"s" * (number != 1)}</span></span>'
         f"<span>{_bar(module.result_bytes)}</span>{_figures(module)}</summary>"
     )
     for child in module.children:
-        yield from _tree(child, (*path, child.name))
+        yield from _tree(child, (*around, child))
     for row in rows(module.own):
-        yield _row(row, path)
+        yield _row(Placed(around, row))
     yield "</details>"
 
 
-def _row(row: Row, path: tuple[str, ...]) -> str:
-    dtype = row.computes_in
+def _row(line: Placed) -> str:
+    row, dtype = line.row, line.row.computes_in
     code = f" <code>{escape(row.code)}</code>" if row.code else ""
+    path = "/".join(" ".join(module.names) for module in line.modules)
+    why = "; ".join(filter(None, (row.why(), line.only, row.often)))
     return (
         f'<div class="line row {_colour(dtype)}" data-dtype="{escape(dtype)}" '
-        f'data-rule="{row.rule}" data-path="{escape("/".join(path))}" '
-        f'style="--depth: {len(path) + 1}"><span class="title">{escape(row.name)} '
-        f'<span class="why">{escape(row.why())}</span>'
+        f'data-rule="{row.rule}" data-path="{escape(path)}" '
+        f'style="--depth: {len(line.modules) + 1}"><span class="title">'
+        f'{escape(row.name)} <span class="why">{escape(why)}</span>'
         f"<small>{escape(row.location)}{code}</small></span>"
         f"<span>{_chips(row.operands)} &rarr; {_chips(row.results)}</span>"
         f"{_figures(row)}</div>"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
+from string import digits
 from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn, jaxprs_in_params
@@ -17,7 +19,7 @@ from jamp._plan.records import Entry, Origin, Record
 from jamp._plan.rules import STRUCTURAL
 from jamp._policy.policy import Policy, entries
 from jamp._policy.rules import BUILTIN, Rule
-from jamp._tracing.origin import Location, location
+from jamp._tracing.origin import Location, library_location, location
 from jamp._tracing.regions import Options, Scope
 
 _LOW = frozenset(dtype.name for dtype in _dtypes.LOW_DTYPES)
@@ -32,11 +34,22 @@ class Operation:
     def location(self) -> Location | None:
         return self.record.location
 
-    @property
+    @cached_property
+    def library(self) -> Location | None:
+        """The line of a library, such as Flax, that the user's line led to."""
+        record = self.record
+        found = library_location(record.eqn, record.ruling.function)
+        if found is None and record.caller and location(record.eqn) is None:
+            return library_location(record.caller, record.ruling.function)
+        return found
+
+    @cached_property
     def path(self) -> tuple[str, ...]:
         """The modules that it stands in, or the user's function if in none."""
-        if self.record.scope or self.location is None:
-            return self.record.scope
+        # Of einsum, the scope is its subscripts.
+        scope = tuple(name for name in self.record.scope if "->" not in name)
+        if scope or self.location is None:
+            return scope
         return (f"{self.location.function}()",)
 
     @property
@@ -52,6 +65,11 @@ class Operation:
     @property
     def matmul(self) -> bool:
         return self.record.is_product
+
+    @property
+    def product(self) -> tuple[tuple[object, ...], ...]:
+        """The shapes of a matmul's operands."""
+        return tuple(map(_dtypes.shape_of, self.record.eqn.invars)) * self.matmul
 
     @property
     def decided(self) -> bool:
@@ -110,7 +128,9 @@ class Counted:
     Counted is the program as JAX traces it, before XLA fuses operations. What stands in
     a scan counts once for each iteration, and in a `shard_map` once for each device;
     the body of a while loop counts once, because nothing tells how often it runs, and
-    of a conditional every branch counts. The insides of what autocast leaves alone,
+    of a conditional every branch counts. That holds for all figures, for the numbers of
+    matmuls and casts as for FLOPs and bytes; only `operations` has an equation once,
+    with how often it runs. The insides of what autocast leaves alone,
     such as Pallas kernels, do not count.
     """
 
@@ -123,8 +143,8 @@ class Counted:
 
     @property
     def low_matmuls(self) -> int:
-        """Number of those that compute on 16-bit operands."""
-        return sum(op.record.low for op in self.matmuls)
+        """How many of them compute on 16-bit operands."""
+        return runs(op for op in self.matmuls if op.record.low)
 
     @cached_property
     def flops(self) -> float:
@@ -158,7 +178,7 @@ class Counted:
     @property
     def casts(self) -> int:
         """Number of conversions that autocast inserted into the program."""
-        return sum(len(op.record.casts) for op in self.operations)
+        return sum(op.times * len(op.record.casts) for op in self.operations)
 
     @cached_property
     def cast_bytes(self) -> int:
@@ -166,17 +186,33 @@ class Counted:
         return sum(op.cast_bytes for op in self.operations)
 
 
+def runs(operations: Iterable[Operation]) -> int:
+    return sum(op.times for op in operations)
+
+
 @dataclass(frozen=True)
 class Module(Counted):
-    """A module of the program, with all that stands in it."""
+    """A module of the program with all that stands in it, or several that are alike."""
 
-    name: str  # the last part of its path
+    paths: frozenset[tuple[str, ...]]  # of each, of those around it that are alike too
+    names: tuple[str, ...]  # the last part of their paths
     own: tuple[Operation, ...]  # the operations that stand in none of its children
     children: tuple[Module, ...]  # the modules inside
 
+    @property
+    def name(self) -> str:
+        again = f", the same {len(self.names)} times" if len(self.names) > 1 else ""
+        return spans(self.names) + again
 
-def module_of(name: str, operations: tuple[Operation, ...], depth: int = 0) -> Module:
-    """A module of operations; the first `depth` parts of their paths lead to it."""
+
+def module_of(
+    names: tuple[str, ...], operations: tuple[Operation, ...], depth: int = 0
+) -> Module:
+    """A module of operations; the first `depth` parts of their paths lead to it.
+
+    Modules inside it are alike if their names differ by a number, and what they hold
+    stands on the same lines, with products of the same shapes.
+    """
     own: list[Operation] = []
     below: dict[str, list[Operation]] = {}
     for op in operations:
@@ -184,8 +220,43 @@ def module_of(name: str, operations: tuple[Operation, ...], depth: int = 0) -> M
             below.setdefault(op.path[depth], []).append(op)
         else:
             own.append(op)
-    children = (module_of(part, tuple(ops), depth + 1) for part, ops in below.items())
-    return Module(operations, name, tuple(own), tuple(children))
+    alike: dict[Any, list[str]] = {}
+    for name, ops in below.items():
+        stem = _stem(name)
+        held = {
+            (*map(_stem, op.path[depth + 1 :]), op.location, op.product) for op in ops
+        }
+        key = name if stem == name else (stem, frozenset(held))
+        alike.setdefault(key, []).append(name)
+    children = []
+    for group in alike.values():
+        inside = tuple(op for name in group for op in below[name])
+        children.append(module_of(tuple(group), inside, depth + 1))
+    paths = frozenset(op.path[:depth] for op in operations)
+    return Module(operations, paths, names, tuple(own), tuple(children))
+
+
+def _stem(name: str) -> str:
+    return name.rstrip(digits)
+
+
+def spans(names: Iterable[str]) -> str:
+    """Names in words: of three or more that count on, the first and the last.
+
+    So too of what would be more than four words.
+    """
+    found: list[list[str]] = []
+    for name in names:
+        stem = _stem(name)
+        number = name[len(stem) :]
+        if found and number and found[-1][-1] == f"{stem}{int(number) - 1}":
+            found[-1].append(name)
+        else:
+            found.append([name])
+    if len(found) > 4:
+        found = [[*chain(*found)]]
+    ends = ([" ... ".join((s[0], s[-1]))] if len(s) > 2 else s for s in found)
+    return ", ".join(chain(*ends))
 
 
 def operations(
@@ -300,7 +371,7 @@ class Figures(Counted):
             found.append(f"{why}: {added}")
         if 0 < len(wide) < len(matmuls):
             found.append(
-                f"{len(wide)} of {len(matmuls)} matmuls and convolutions "
+                f"{runs(wide)} of {runs(matmuls)} matmuls and convolutions "
                 f"({1 - self.low_flop_share:.1%} of their FLOPs) do not run in 16 "
                 f"bits: {reasons}"
             )
@@ -310,9 +381,10 @@ class Figures(Counted):
     def modules(self) -> Module:
         """The program as a tree of modules, which are its named scopes.
 
-        What stands in none is under the name of the user's function.
+        What stands in none is under the name of the user's function. Modules beside
+        each other that are numbered and alike are one.
         """
-        return module_of(self.name, self.operations)
+        return module_of((self.name,), self.operations)
 
 
 def _words(options: Options) -> str:

@@ -12,7 +12,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from jamp._emit import emit
 from jamp._explain import html, operations, text
-from jamp._explain.operations import Counted, Figures, Module, Operation
+from jamp._explain.operations import Counted, Figures, Module, Operation, runs
 from jamp._explain.residuals import Residuals, bytes_by_dtype, residuals_of_call
 from jamp._explain.risks import find_risks
 from jamp._plan.planner import make_plan
@@ -47,7 +47,8 @@ class Report(Figures):
           group: `'function'` for one line per listed function, module path and user
             line; `'equation'` for one line per equation; `'module'` for the tree of
             modules with their figures. The first and the last leave out calls for which
-            nothing was decided. Long names are cut.
+            nothing was decided, and show modules that are alike once, with what only
+            some of them hold marked so. Long names are cut.
 
         Raises:
           ValueError: another `group`.
@@ -68,11 +69,13 @@ class Report(Figures):
           `equations`, `matmuls`, `low_matmuls`, `flops`, `low_flop_share`,
           `result_bytes` by dtype, `low_byte_share`, `casts` and `cast_bytes`;
           `residual_bytes`, by dtype under `autocast` and `as_written`, or None;
-          `modules`, a tree of `name`, `figures` and `modules`; and `operations`, one
-          dict per equation: `primitive`, `function`, `rule`, `source`, `scope`, `file`,
-          `line`, dtypes of `operands` and `results`, `times` (how often it runs),
-          `flops`, `result_bytes`, `cast_bytes`, and `casts`, each `from` a dtype `to`
-          another, of a `shape`.
+          `modules`, a tree of `name`, `names` (of modules that are alike, each),
+          `figures` and `modules`; and `operations`, one dict per equation: `primitive`,
+          `function`, `rule`, `source`, `scope`, `file`, `line`, `library_file` and
+          `library_line` (which that line led to), dtypes of `operands` and `results`,
+          `times` (how often it runs), `flops`, `result_bytes`, `cast_bytes`, and
+          `casts`, each `from` a dtype `to` another, of a `shape`. Of the figures all
+          but `equations` count each run of an equation.
         """
         kept = self.residuals
         unknown = Counter(record.primitive for record in self.unknown)
@@ -180,20 +183,21 @@ def _options(options: Options) -> dict[str, Any]:
 
 
 def _figures(counted: Counted) -> dict[str, Any]:
-    counts = {"equations": len(counted.operations), "matmuls": len(counted.matmuls)}
+    counts = {"equations": len(counted.operations), "matmuls": runs(counted.matmuls)}
     return {**counts, **{name: getattr(counted, name) for name in _FIGURES}}
 
 
 def _module(module: Module) -> dict[str, Any]:
     return {
         "name": module.name,
+        "names": list(module.names),
         "figures": _figures(module),
         "modules": [_module(child) for child in module.children],
     }
 
 
 def _operation(op: Operation) -> dict[str, Any]:
-    record, location = op.record, op.location
+    record, location, library = op.record, op.location, op.library
     return {
         "primitive": record.primitive,
         "function": op.function,
@@ -202,6 +206,8 @@ def _operation(op: Operation) -> dict[str, Any]:
         "scope": list(record.scope),
         "file": location.file if location else None,
         "line": location.line if location else None,
+        "library_file": library.file if library else None,
+        "library_line": library.line if library else None,
         "operands": [None if d is None else str(d) for d in record.operands],
         "results": [None if d is None else str(d) for d in record.results],
         "times": op.times,

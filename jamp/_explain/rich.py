@@ -8,9 +8,10 @@ from rich.table import Table
 from rich.text import Text
 
 from jamp._explain.operations import Figures, Module
-from jamp._explain.text import FIGURES, Row, figures, rows, summary
+from jamp._explain.text import FIGURES, Row, figures, in_order, place, summary
 
 _STYLES = {"f16": "cyan", "bf16": "green", "f32": "yellow", "f64": "red"}
+_OPERATIONS = {"operation": 11, "dtypes": 7, "why": 8, "where": 15}
 
 
 def renderables(report: Figures) -> Iterator[RenderableType]:
@@ -23,11 +24,11 @@ def renderables(report: Figures) -> Iterator[RenderableType]:
     yield Text("\n".join([*summary(report), ""]))
     yield _modules(report.modules)
     yield Text()
-    yield _operations(report)
+    yield from _operations(report)
 
 
 def _modules(module: Module) -> Table:
-    table = _table("module")
+    table = _table(module=0)
     for name in FIGURES:
         table.add_column(name, justify="right", no_wrap=True)
     _add(table, module, 0)
@@ -40,22 +41,32 @@ def _add(table: Table, module: Module, depth: int) -> None:
         _add(table, child, depth + 1)
 
 
-def _operations(report: Figures) -> Table:
-    table = _table("operation", "dtypes", "why", "where")
-    for row in rows(report.operations):
+def _operations(report: Figures) -> Iterator[RenderableType]:
+    """The rows below the headings that hold of them, in columns of the same widths."""
+    table, heading = _table(**_OPERATIONS), ""
+    for line in in_order(report):
+        if line.heading != heading:
+            yield table
+            heading = line.heading
+            yield Text(heading or "once:", style="bold")
+            table = _table(**_OPERATIONS)
+            table.show_header = False
+        row = line.row
         table.add_row(
-            Text(row.name),
+            Text(row.brief),
             _dtypes(row),
             Text(row.why(report.options.policy.name, row.first.entry)),
-            Text(row.path_and_location),
+            Text(place(line.path, row, line.only)),
         )
-    return table
+    yield table
 
 
-def _table(*columns: str) -> Table:
+def _table(**columns: int) -> Table:
+    """A table of columns of some share of the width, or of what they need if 0."""
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in columns:
-        table.add_column(name, overflow="fold")
+    table.expand = any(columns.values())
+    for name, ratio in columns.items():
+        table.add_column(name, overflow="fold", ratio=ratio or None)
     return table
 
 

@@ -1,17 +1,20 @@
 """A report as plain text, and the lines and words that every form of it shows."""
 
 import linecache
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from jamp import _dtypes
-from jamp._explain.operations import Counted, Figures, Module, Operation
+from jamp._explain.operations import Counted, Figures, Module, Operation, runs, spans
 from jamp._explain.residuals import bytes_by_dtype
 from jamp._plan.records import Origin
 from jamp._policy.rules import Rule
+from jamp._tracing.origin import Location
 
 HEAD = ("operation", "computes in", "returns", "why", "where", "casts")
 FIGURES = ("FLOPs", "16 bits", "results", "casts")
@@ -20,8 +23,10 @@ MODULE_HEAD = ("module", "dtype", *FIGURES, "where")
 _EXACT = ("bool", "int", "uint")
 _SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "float64": "f64"}
 
-# How wide a name may be, a path of modules, and at least the last of them.
-_NAME, _PATH, _LAST = 20, 20, 7
+# How wide a name may be, and a path of modules.
+_NAME, _PATH = 20, 20
+# Where a long name may be cut.
+_WORD = re.compile(r"(?<=[_./])|(?<=[a-z])(?=[A-Z])")
 
 
 @dataclass(frozen=True)
@@ -32,11 +37,18 @@ class Row(Counted):
     def first(self) -> Operation:
         return self.operations[0]
 
+    @cached_property
+    def paths(self) -> tuple[tuple[str, ...], ...]:
+        """Those of the modules that it stands in, several if these are alike."""
+        return tuple(dict.fromkeys(op.path for op in self.operations))
+
     @property
     def name(self) -> str:
         """The listed function, or the primitive and how many equations of it."""
-        count = 1 if self.first.function else len(self.operations)
-        return self.first.entry if count == 1 else f"{self.first.entry} x{count}"
+        count = len(self.operations) // len(self.paths)
+        if self.first.function or count == 1:
+            return self.first.entry
+        return f"{self.first.entry} x{count}"
 
     @property
     def brief(self) -> str:
@@ -44,7 +56,16 @@ class Row(Counted):
         function = self.first.function
         if function is None or len(function) <= _NAME:
             return self.name
-        return _cut(function.rpartition(".")[2], _NAME)
+        last = function.rpartition(".")[2]
+        if len(last) <= _NAME:
+            return last
+        words = _WORD.split(last)
+        return f"{words[0]}..{_end(last, _NAME - len(words[0]) - 2)}"
+
+    @property
+    def often(self) -> str:
+        """How often the scans run that it stands in."""
+        return f"{self.first.times} times" if self.first.times > 1 else ""
 
     @property
     def rule(self) -> str:
@@ -94,13 +115,12 @@ class Row(Counted):
 
     @property
     def location(self) -> str:
-        found = self.first.location
-        return f"{Path(found.file).name}:{found.line}" if found else ""
+        """The user's line, and the one of a library that it led to."""
+        return " > ".join(filter(None, (self.line, _line_of(self.first.library))))
 
     @property
-    def path_and_location(self) -> str:
-        path = _path(self.first.record.scope)
-        return " ".join(part for part in (path, self.location) if part) or "-"
+    def line(self) -> str:
+        return _line_of(self.first.location)
 
     @property
     def code(self) -> str:
@@ -109,48 +129,122 @@ class Row(Counted):
 
     @property
     def conversions(self) -> str:
-        counts = Counter(
-            f"{short(cast.source.name)}->{short(cast.target.name)}"
-            for op in self.operations
-            for cast in op.record.casts
-        )
+        counts = Counter[str]()
+        for op in self.operations:
+            for cast in op.record.casts:
+                pair = f"{short(cast.source.name)}->{short(cast.target.name)}"
+                counts[pair] += op.times
         return ", ".join(f"{count} {cast}" for cast, count in sorted(counts.items()))
 
 
+@dataclass(frozen=True)
+class Placed:
+    """A row, and the modules that lead to it, outermost first."""
+
+    modules: tuple[Module, ...]
+    row: Row
+
+    @cached_property
+    def _alike(self) -> tuple[Module, ...]:
+        """The modules down to the innermost that is several, if one is."""
+        several = [i for i, m in enumerate(self.modules, 1) if len(m.names) > 1]
+        return self.modules[: max(several, default=0)]
+
+    @property
+    def heading(self) -> str:
+        """What holds of it and those beside it: the modules that are alike, scans."""
+        often, alike = self.row.often, self._alike
+        if not alike:
+            return f"in loops, {often}:" if often else ""
+        path = "/".join(spans(module.names) for module in alike)
+        each = f", each {often}" if often else ""
+        return f"{path}, the same {len(alike[-1].paths)} times{each}:"
+
+    @property
+    def only(self) -> str:
+        """Which of the modules that are alike it stands in, if not in all."""
+        alike = self._alike
+        found = {path[: len(alike)] for path in self.row.paths}
+        if not alike or alike[-1].paths == found:
+            return ""
+        few = min(found, alike[-1].paths - found, key=len)
+        names = "/".join(
+            spans(name for name in module.names if name in {path[i] for path in few})
+            for i, module in enumerate(alike)
+            if len(module.names) > 1
+        )
+        return f"{'only' if few == found else 'not'} {names}"
+
+    @property
+    def path(self) -> str:
+        """The modules that the heading does not name."""
+        if not self.row.first.record.scope:
+            return ""
+        return "/".join(module.name for module in self.modules[len(self._alike) :])
+
+
+def placed(module: Module, around: tuple[Module, ...] = ()) -> Iterator[Placed]:
+    """One row for each function on a line, module by module."""
+    for row in rows(module.own):
+        yield Placed(around, row)
+    for child in module.children:
+        yield from placed(child, (*around, child))
+
+
+def in_order(report: Figures) -> list[Placed]:
+    """The same in program order, where modules that are alike stand once."""
+    order = {id(op): i for i, op in enumerate(report.operations)}
+    return sorted(placed(report.modules), key=lambda p: order[id(p.row.first)])
+
+
 def rows(operations: Iterable[Operation]) -> list[Row]:
-    """One row for each function on a line, in program order; calls are left out."""
+    """One row for each function on a line, for modules that are alike together.
+
+    Calls are left out.
+    """
     groups: dict[Any, list[Operation]] = {}
     for op in operations:
         if op.decided:
-            rule, scope = op.record.ruling.rule, op.record.scope
-            key = (op.entry, rule, op.reason, op.location, scope)
+            rule = op.record.ruling.rule
+            key = (
+                op.entry,
+                rule,
+                op.reason,
+                op.location,
+                op.library,
+                op.times,
+                op.path,
+            )
             groups.setdefault(key, []).append(op)
-    return [Row(tuple(group)) for group in groups.values()]
+    alike: dict[Any, list[Operation]] = {}
+    for (*key, _), group in groups.items():
+        row = Row(tuple(group))
+        known = (*key, len(group), row.operands, row.results)
+        alike.setdefault(known, []).extend(group)
+    return [Row(tuple(group)) for group in alike.values()]
 
 
 def short(dtype: str) -> str:
     return _SHORT.get(dtype, dtype)
 
 
-def _path(scope: tuple[str, ...]) -> str:
-    """A path of modules; of a long one not the outermost and little of the middle."""
-    path = "/".join(scope)
-    if len(path) <= _PATH:
-        return path
-    *outer, last = scope[1:] or scope
-    kept = list(outer)
-    while kept and len("/".join([*kept, last[:_LAST]])) > _PATH:
-        kept.pop()
-    gap = [".."] if kept != outer else []
-    head = "/".join([*kept, *gap, ""])
-    return head + _cut(last, max(_PATH - len(head), _LAST))
+def _end(name: str, width: int) -> str:
+    """The last words of a name that fit."""
+    words = _WORD.split(name)
+    while len(words) > 1 and len("".join(words)) > width:
+        del words[0]
+    return "".join(words)[-width:]
 
 
-def _cut(word: str, width: int) -> str:
-    """A word without its middle if it is long."""
-    if len(word) <= width:
-        return word
-    return f"{word[: width // 2 - 2]}..{word[-(width - width // 2) :]}"
+def place(path: str, row: Row, only: str = "") -> str:
+    """A path of modules, of a long one the end, and a line; or two lines alone."""
+    if len(path) > _PATH:
+        path = "" if row.first.library else f"..{_end(path, _PATH - 2)}"
+    return " ".join(filter(None, (only, path, row.location))) or "-"
+
+
+def _line_of(found: Location | None) -> str:
+    return f"{Path(found.file).name}:{found.line}" if found else ""
 
 
 def joined(names: Iterable[str]) -> str:
@@ -181,13 +275,23 @@ def size(nbytes: float) -> str:
 
 
 def text(report: Figures, group: str) -> str:
+    table: list[tuple[str, ...] | str]
     if group == "module":
-        table = [MODULE_HEAD, *_modules(report.modules)]
+        lines = [MODULE_HEAD, *_modules(report.modules)]
+        # Modules have no dtype, so that their names may be longer.
+        width = max(len(name) for name, dtype, *_ in lines if dtype)
+        names = (f"{n:{width}}  {dtype}" if dtype else n for n, dtype, *_ in lines)
+        table = [(n, *rest) for n, (_, _, *rest) in zip(names, lines, strict=True)]
     else:
-        every = rows(report.operations)
+        every = in_order(report)
         if group == "equation":
-            every = [Row((op,)) for op in report.operations]
-        table = [HEAD, *(_line(row, report, group) for row in every)]
+            every = [Placed((), Row((op,))) for op in report.operations]
+        table, heading = [HEAD], ""
+        for line in every:
+            if line.heading != heading:
+                heading = line.heading
+                table.append(heading or "once:")
+            table.append(_line(line, report, group))
     head = [report.header, *report.attention, *summary(report)]
     return "\n".join([*head, "", *_aligned(table)])
 
@@ -195,8 +299,8 @@ def text(report: Figures, group: str) -> str:
 def summary(report: Figures) -> Iterator[str]:
     yield (
         f"{len(report.operations)} equations, {report.casts} casts inserted, "
-        f"{report.low_matmuls} of {len(report.matmuls)} matmuls and convolutions in 16 "
-        f"bits ({report.low_flop_share:.1%} of FLOPs)"
+        f"{report.low_matmuls} of {runs(report.matmuls)} matmuls and convolutions in "
+        f"16 bits ({report.low_flop_share:.1%} of FLOPs)"
     )
     yield (
         f"results take {size(sum(report.result_bytes.values()))}, "
@@ -213,25 +317,30 @@ def summary(report: Figures) -> Iterator[str]:
         )
 
 
-def _line(row: Row, report: Figures, group: str) -> tuple[str, ...]:
+def _line(line: Placed, report: Figures, group: str) -> tuple[str, ...]:
+    row = line.row
     if group == "function":
         name, entry, casts = row.brief, row.first.entry, str(row.casts or "")
+        where = place(line.path, row, line.only)
     else:
         name = entry = row.first.record.primitive
         casts = row.conversions
+        where = place("/".join(row.first.record.scope), row)
     reason = row.why(report.options.policy.name, entry)
-    dtypes = joined(row.operands), joined(row.results)
-    return (name, *dtypes, reason, row.path_and_location, casts)
+    return (name, joined(row.operands), joined(row.results), reason, where, casts)
 
 
-def _modules(module: Module, depth: int = 0) -> Iterator[tuple[str, ...]]:
-    indent = "  " * depth
+def _modules(
+    module: Module, around: tuple[Module, ...] = ()
+) -> Iterator[tuple[str, ...]]:
+    indent = "  " * len(around)
     yield (f"{indent}{module.name}", "", *figures(module), "")
     for row in rows(module.own):
-        name, dtype = f"{indent}  - {row.brief}", joined(row.operands)
-        yield (name, dtype, *figures(row), row.location)
+        more = filter(None, (row.brief, Placed(around, row).only, row.often))
+        name, dtype = f"{indent}  - {', '.join(more)}", joined(row.operands)
+        yield (name, dtype, *figures(row), row.line)
     for child in module.children:
-        yield from _modules(child, depth + 1)
+        yield from _modules(child, (*around, child))
 
 
 def figures(counted: Counted) -> tuple[str, ...]:
@@ -243,11 +352,13 @@ def figures(counted: Counted) -> tuple[str, ...]:
     return (*flops, size(nbytes) if nbytes else "", str(counted.casts or ""))
 
 
-def _aligned(table: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) for cell, width in zip(line, widths, strict=True)
-        ).rstrip()
-        for line in table
-    ]
+def _aligned(table: Sequence[tuple[str, ...] | str]) -> Iterator[str]:
+    """Lines of cells in columns; a heading stands above them as it is."""
+    cells = [line for line in table if not isinstance(line, str)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for line in table:
+        if isinstance(line, str):
+            yield line
+        else:
+            pairs = zip(line, widths, strict=True)
+            yield "  ".join(cell.ljust(width) for cell, width in pairs).rstrip()

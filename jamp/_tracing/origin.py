@@ -59,26 +59,29 @@ class Location:
         return f"{self.file}:{self.line} ({self.function})"
 
 
-# Whose lines in site-packages are never the user's own.
-_LIBRARIES = frozenset(
-    "chex equinox flax haiku jamp jax jaxlib jaxtyping numpy optax scipy".split()
-)
+# Whose lines in site-packages are never the user's own, and never worth showing.
+_CORE = frozenset("chex jamp jax jaxlib jaxtyping numpy scipy".split())
+_LIBRARIES = _CORE | {"equinox", "flax", "haiku", "optax"}
 _PATHS = sysconfig.get_paths()
 _FOLDERS = (_PATHS["stdlib"], Path(__file__).parents[1], Path(jax.__file__).parent)
+_NN = os.path.join(_FOLDERS[-1], "_src", "nn", "")
 _OTHERS = tuple(os.path.join(folder, "") for folder in _FOLDERS)
 _SCRIPTS = os.path.join(_PATHS["scripts"], "")
 
 
 @lru_cache(maxsize=4096)
 def _distance(filename: str) -> int:
-    """How far from the user's own a file is: 0, 1 if installed, 2 if a library's."""
+    """How far from the user's own a file is: 0, 1 if installed, 2 if a library's.
+
+    3 if it is of JAX, or of what stands below the libraries as JAX does.
+    """
     parts = Path(filename).parts[:-1]
     for folder in ("site-packages", "dist-packages"):
         if folder in parts:
             package = (*parts, Path(filename).stem)[parts.index(folder) + 1]
-            return 2 if package in _LIBRARIES else 1
+            return 1 + (package in _LIBRARIES) + (package in _CORE)
     if filename.startswith((*_OTHERS, "<frozen")):
-        return 2
+        return 3
     return 1 if filename.startswith(_SCRIPTS) else 0
 
 
@@ -107,10 +110,30 @@ def location(eqn: JaxprEqn) -> Location | None:
     """The innermost line of the user's own code that led to an equation."""
     codes, offsets = frames(eqn) or ((), ())
     index = users_frame(code.co_filename for code in codes)
-    if index is None:
+    return None if index is None else _location(codes[index], offsets[index])
+
+
+def library_location(eqn: JaxprEqn, function: Function | None) -> Location | None:
+    """The innermost line of a library that led to an equation, below the user's line.
+
+    One of `jax.nn` if there is no other; none inside the file of a listed function that
+    the equation is part of, which says it all.
+    """
+    codes, offsets = frames(eqn) or ((), ())
+    files = [code.co_filename for code in codes]
+    inside = range(users_frame(files) or 0)
+    found = [i for i in inside if _distance(files[i]) == 2]
+    found += [i for i in inside if files[i].startswith(_NN)]
+    if not found:
         return None
-    code = codes[index]
-    return Location(code.co_filename, _line(code, offsets[index]), code.co_name)
+    of_function = function and function.resolve()
+    if of_function and files[found[0]] == of_function.co_filename:
+        return None
+    return _location(codes[found[0]], offsets[found[0]])
+
+
+def _location(code: CodeType, offset: int) -> Location:
+    return Location(code.co_filename, _line(code, offset), code.co_name)
 
 
 def _line(code: CodeType, offset: int) -> int:
