@@ -38,6 +38,8 @@ REDUCTIONS = _names(
     "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum",
     "reduce_xor",
 )
+# They say which numbers are the largest.
+ORDERS = _names("approx_top_k argmax argmin sort top_k")
 # What is known of their operand is known of their result.
 MOVEMENT = _names(
     "broadcast_in_dim broadcast_to convert_element_type copy name optimization_barrier",
@@ -58,7 +60,7 @@ COLLECTIVES = _names(
     "psum_invariant pvary reduce_scatter",
 )
 # Their operands need not agree in dtype.
-INDEPENDENT = COLLECTIVES | _names("approx_top_k optimization_barrier sort top_k")
+INDEPENDENT = COLLECTIVES | ORDERS | {"optimization_barrier"}
 # They cost next to nothing to compute again beside reading what they are computed from.
 CHEAP = (
     TRANSCENDENTAL

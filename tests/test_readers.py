@@ -134,8 +134,28 @@ def test_its_derivative_along_a_direction_is_that_of_float32(norm, device):
     np.testing.assert_allclose(found.astype(jnp.float32), expected, atol=atol, rtol=0)
 
 
+def explained_variance(x):
+    targets = activations(1, 0, jnp.float32)
+    return 1 - jnp.var(targets - x) / (jnp.var(targets) + jnp.var(x))
+
+
+def softmax_and_variance(x):
+    return jax.nn.softmax(x) @ EYE + jnp.var(x, -1, keepdims=True)
+
+
 @both_policies
-@every_norm
+def test_gradients_of_several_readers_in_float32_are_rounded_once(device):
+    # They nearly cancel.
+    x = activations(300, 0, POLICIES[device])
+    wrapped = jamp.autocast(lambda x: explained_variance(x @ EYE), device_type=device)
+    found = jax.grad(lambda x: wrapped(x) * 1e6)(x)
+    expected = jax.grad(lambda x: explained_variance(x) * 1e6)(x)
+    atol = jnp.finfo(POLICIES[device]).eps * float(jnp.abs(expected).max())
+    np.testing.assert_allclose(found, expected, atol=atol, rtol=0)
+
+
+@both_policies
+@pytest.mark.parametrize("norm", [*NORMS, softmax_and_variance])
 def test_it_keeps_the_16_bit_input_alone_for_the_backward_pass(norm, device):
     x, w = activations(1, 4, jnp.float32), jnp.ones((64, 32))
 
@@ -147,6 +167,30 @@ def test_it_keeps_the_16_bit_input_alone_for_the_backward_pass(norm, device):
     )
     dtypes = {str(found.dtype) for found in saved if found.shape == (8, 64)}
     assert dtypes == {jnp.dtype(POLICIES[device]).name}
+
+
+ORDERS = {
+    "top_k": lambda x: jax.lax.top_k(x, 3)[::-1],
+    "argmax": lambda x: [jnp.argmax(x, -1)],
+    "argmin": lambda x: [jax.jit(lambda x: jnp.argmin(x, -1))(x)],
+    "argsort": lambda x: [jnp.argsort(x)],
+    "sort": lambda x: jax.lax.sort([x, jax.lax.iota(int, x.size)], num_keys=1)[::-1],
+}
+
+
+@both_policies
+@pytest.mark.parametrize("name", ORDERS)
+def test_which_is_the_largest_is_asked_before_the_rounding(name, device):
+    x = activations(1, 0, POLICIES[device])[:1]
+
+    def fn(x):
+        close = jnp.sqrt(100 + x)  # many are equal when they are rounded
+        return ORDERS[name](close[0])
+
+    found = jamp.autocast(lambda x: fn(x @ EYE), device_type=device)(x)
+    places, *values = found
+    np.testing.assert_array_equal(places, fn(x)[0])
+    assert [value.dtype for value in values] == [POLICIES[device]] * len(values)
 
 
 @both_policies

@@ -31,14 +31,14 @@ from jamp._plan.plan import Float32Call
 @emits(Float32Call)
 def emit_float32_call(emitter: Emitter, action: Float32Call, arrays: Arrays) -> Arrays:
     """Emits a call; from 16-bit arrays, the backward pass runs it again."""
-    low = tuple(value.low for value in action.operands)
+    low = tuple(value.low for value in action.operands[: len(action.invars)])
     run: Callable[..., list[Any]] = partial(_run, action)
     if any(low):
         run = _recomputing(run, low, action)
     if not (emitter.share and under_trace(arrays)):
         return run(*arrays)
     narrow = tuple(None if v is None else v.dtype for v in action.narrowed)
-    key = _key(action, (*low, *narrow, action.device_type))
+    key = _key(action, (*low, *narrow, *action.shared, action.device_type))
     if key is None:
         return run(*arrays)
     known = emitter.float32_calls
@@ -64,9 +64,9 @@ def _run(action: Float32Call, *arrays: Any) -> list[Any]:
 
 
 def _reduces(primitive: Any, *operands: Any, **params: Any) -> bool:
-    """Whether a result is worth saving: it is small and takes a pass to compute."""
+    """Whether a result is worth saving: it takes a pass to compute, or a sort."""
     del operands, params
-    return str(primitive) in _primitives.REDUCTIONS
+    return str(primitive) in _primitives.REDUCTIONS | _primitives.ORDERS
 
 
 def _recomputing(
@@ -82,15 +82,32 @@ def _recomputing(
     round_gradient = costly and names.isdisjoint(_primitives.REDUCTIONS)
     barred = costly or action.device_type == "cpu"
 
-    def widened(array: Any) -> Any:
+    def widened(array: Any, wide: Any) -> Any:
+        if wide is not None:
+            return _widened(array, wide)
         array = _with_rounded_gradient(array) if round_gradient else array
         return jax.lax.convert_element_type(array, FLOAT32)
 
     def widen_and_run(*arrays: Any) -> Any:
-        pairs = zip(arrays, low, strict=True)
-        return run(*(widened(array) if is_low else array for array, is_low in pairs))
+        casts = dict(zip(action.shared, arrays[len(low) :], strict=True))
+        taken = enumerate(zip(arrays, low, strict=False))
+        return run(
+            *(widened(a, casts.get(i)) if is_low else a for i, (a, is_low) in taken)
+        )
 
     return jax.checkpoint(widen_and_run, policy=_reduces, prevent_cse=barred)
+
+
+@jax.custom_jvp
+def _widened(low: Any, wide: Any) -> Any:
+    """The cast of an array, whose gradient goes to `wide`, a cast made elsewhere."""
+    return jax.lax.convert_element_type(low, wide.dtype)
+
+
+@_widened.defjvp
+def _widened_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    # Without `wide`, which would be saved; second derivatives go to the array.
+    return jax.lax.convert_element_type(primals[0], tangents[1].dtype), tangents[1]
 
 
 @jax.custom_jvp

@@ -70,7 +70,7 @@ class _Walk:
             self._note(action.operands, taken)
         match action:
             case Float32Call():
-                known = dict(zip(action.invars, taken, strict=True))
+                known = dict(zip(action.invars, taken, strict=False))
                 made = self._equations(action.eqns, known, action.outvars)
                 pairs = zip(made, action.narrowed, strict=True)
                 return [*made, *(facts for facts, value in pairs if value is not None)]

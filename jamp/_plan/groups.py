@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from jamp._plan.plan import Caster, Float32Call
+from jamp._dtypes import FLOAT32
+from jamp._plan.plan import Action, Cast, Caster, Float32Call
 from jamp._plan.values import Value
 
 Source = tuple[JaxprEqn, ...]
@@ -80,3 +82,43 @@ class Group:
             self.device_type,
             self.caster,
         )
+
+
+def with_shared_casts(
+    actions: Sequence[tuple[Source, Action]], note: Callable[[Cast], None]
+) -> Iterator[tuple[Source, Action]]:
+    """Actions, where those that widen the same 16 bits share the gradient of one cast.
+
+    Their gradients are then added up in float32, and rounded once. `note` is told of
+    new casts.
+    """
+    counts: Counter[int] = Counter()
+    casts: dict[int, Cast] = {}
+    for _, action in actions:
+        if isinstance(action, Float32Call):
+            counts.update({value.number for value in action.operands if value.low})
+        elif isinstance(action, Cast) and action.results[0].dtype == FLOAT32:
+            number = action.operands[0].number
+            counts[number] += 1
+            casts[number] = action
+    made: set[int] = set()
+    for source, action in actions:
+        if isinstance(action, Float32Call):
+            taken = action.operands
+            shared = [place for place, v in enumerate(taken) if counts[v.number] > 1]
+            for value in (taken[place] for place in shared):
+                if value.number not in casts:
+                    wide = Value.of(value.aval, FLOAT32)
+                    casts[value.number] = Cast((value,), (wide,), action.caster)
+                    note(casts[value.number])
+                if value.number not in made:
+                    made.add(value.number)
+                    yield source, casts[value.number]
+            wides = [casts[taken[place].number].results[0] for place in shared]
+            action = replace(action, operands=[*taken, *wides], shared=shared)
+        elif isinstance(action, Cast):
+            number = action.operands[0].number
+            if casts.get(number) is action and number in made:
+                continue
+            made.add(number)
+        yield source, action

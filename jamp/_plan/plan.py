@@ -73,6 +73,8 @@ class Float32Call(Action):
     narrowed: Sequence[Value | None]
     device_type: str  # what the program is for
     caster: Caster  # of the first of them
+    # Those operands, by place, of which casts come last: their gradients go there.
+    shared: Sequence[int] = ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -40,6 +40,7 @@ class Kind(NamedTuple):
     low: bool  # whether its results have 16 bits
     linear: bool  # whether its backward pass needs nothing of its operands
     compares: bool  # whether its results are none of 16 bits that it takes
+    orders: bool = False  # whether they say which of these are the largest
 
 
 def _kind(action: Action) -> Kind | None:
@@ -49,13 +50,15 @@ def _kind(action: Action) -> Kind | None:
     if isinstance(action, Structural) and action.kind != "jit":
         return None
     names = {eqn.primitive.name for eqn in nested([action.eqn])}
+    low = [value.low for value in action.results]
+    if names <= _primitives.ORDERS and any(value.low for value in action.operands):
+        return Kind(False, False, any(low), False, compares=True, orders=True)
     exact = names <= _primitives.EXACT
     # Derivative rules of functions are theirs, but for those of exact ones, as of relu.
     if not exact and not names <= _primitives.CHEAP - {"custom_jvp_call"}:
         return None
     if not runs_in_float32([action.eqn]):
         return None
-    low = [value.low for value in action.results]
     if any(low) and not all(low):
         return None
     compares = not any(low) and any(value.low for value in action.operands)
@@ -120,7 +123,10 @@ class Readers:
     def _add_equation(self, action: Bind | Structural, lows: set[int]) -> None:
         found = self.kind(action)
         made = {value.number for value in action.results}
-        elementwise = found is not None and found.low
+        elementwise = found is not None and found.low and not found.orders
+        if found is not None and found.orders and len(lows) == 1:
+            self.wide |= lows
+            return
         if elementwise and made & self.wide and not made & self.low:
             self.unrounded.add(action)
             self.wide |= lows

@@ -27,7 +27,7 @@ class RewrittenRecords:
     def cast_by(self, item: Action | Group, action: Action) -> None:
         """Records the casts that an action makes, the last action first."""
         if isinstance(action, Cast):
-            self._add(action.caster, action.operands[0], action.results[0].dtype)
+            self.cast(action)
         if not isinstance(action, Float32Call) or not isinstance(item, Group):
             return
         for value in reversed(action.operands):
@@ -37,6 +37,9 @@ class RewrittenRecords:
         for value, caster in item.narrowed.values():
             if value.number in made:
                 self._add(caster, value, value.dtype, FLOAT32)
+
+    def cast(self, action: Cast) -> None:
+        self._add(action.caster, action.operands[0], action.results[0].dtype)
 
     def _add(
         self,

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jamp._dtypes import FLOAT32
-from jamp._plan.groups import Bound, Group, Source
+from jamp._plan.groups import Bound, Group, Source, with_shared_casts
 from jamp._plan.listed_calls import is_cheap
 from jamp._plan.plan import (
     Action,
@@ -244,7 +244,7 @@ class _Writer:
         made = []
         for var, value in zip(action.eqn.outvars, action.results, strict=True):
             wide = value
-            if found.low:
+            if value.low:
                 wide = self._wide[value.number] = Value.of(var.aval, FLOAT32)
                 if value.number in self._readers.low:
                     group.narrowed[wide.number] = value, action.caster
@@ -377,7 +377,7 @@ class _Writer:
             read.update(value.number for value in action.operands)
             kept.append((source, action))
         steps: list[Step] = []
-        for source, action in reversed(kept):
+        for source, action in with_shared_casts(kept[::-1], self._records.cast):
             if not steps or steps[-1].source is not source:
                 steps.append(Step(source))
             steps[-1].actions.append(action)
