@@ -357,6 +357,25 @@ def test_a_picture_is_drawn(loss_scale, dtype, tmp_path):
     assert (tmp_path / "diagnosis.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_picture_has_the_module_at_fault_among_many_larger_ones(tmp_path):
+    def fn(x, w):
+        for i in range(20):
+            with jax.named_scope(f"layer_{i}"):
+                x = jnp.tanh(x @ w)
+            if i == 7:
+                with jax.named_scope("culprit"):
+                    square = 300 * x[:1, :2] @ (300 * w[:2, :1])
+        return x, square
+
+    diagnosis = jamp.diagnose(fn, device_type="gpu")(X, 30 * jnp.ones_like(X @ X.T))
+    diagnosis.plot(tmp_path / "diagnosis.svg")
+    picture = (tmp_path / "diagnosis.svg").read_text("utf-8")
+    drawn = re.findall("<!-- (.*(?:layer_|culprit).*) -->", picture)
+    assert "overflow \u25b6 culprit" in drawn
+    assert len(drawn) < 20
+    assert [h.findings for h in diagnosis.histograms if h.findings] == [("overflow",)]
+
+
 def test_progress_is_shown_on_stderr_if_asked_for(capsys):
     jamp.diagnose(product, device_type="gpu", progress=True)(X)
     assert "diagnosing" in capsys.readouterr().err

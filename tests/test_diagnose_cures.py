@@ -1,5 +1,6 @@
 """What `jamp.diagnose` suggests can be pasted, and does what it says."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -22,6 +23,7 @@ def pasted(code, fn, namespace):
 
 
 SCRIPT = """
+import jax
 import jax.numpy as jnp
 
 class Model:
@@ -196,3 +198,22 @@ def test_a_region_around_the_line_goes_before_a_rule_that_reaches_further():
     diagnosis = diagnose(fn)(X)
     (suggestion,) = diagnosis.suggestions
     assert suggestion.code.startswith("with jamp.autocast(enabled=False):")
+
+
+def test_a_cure_for_one_of_several_modules_offers_the_rule_for_all():
+    def fn(gains, x):
+        for i in range(3):
+            with jax.named_scope(f"rms_{i}"):
+                h = gains[i] * x
+                x = x / jnp.sqrt(1e-6 + (h * h) @ EYE / gains[i] ** 2)
+        return x
+
+    diagnosis = diagnose(fn)(jnp.array([1.0, 300.0, 1.0]), jnp.abs(X) / 30)
+    (suggestion,) = diagnosis.suggestions
+    rule, every, _ = suggestion.code.splitlines()
+    assert rule.endswith('.scoped("rms_1", "float32")')
+    assert every == '# or for all 3 alike: .scoped("**/rms_*", "float32")'
+    healthy = rule.replace("rms_1", "**/rms_*").replace("policy = ", "")
+    policy = eval(healthy, {"jamp": jamp})
+    report = jamp.explain(fn, device_type="gpu", policy=policy)(np.ones(3), X)
+    assert report.low_matmuls == 0

@@ -140,6 +140,46 @@ def test_a_gradient_that_is_rounding_only(dtype):
     check(diagnose(loss_fn, dtype)(params, numbers(2, 32, 16)))
 
 
+def sum_of_probabilities(w, x):
+    return jnp.sum(jax.nn.softmax(x @ w["a"]))  # 1 for each example
+
+
+def centred(w, x):
+    h = x @ w["a"]
+    return jnp.mean(h - h.mean(0))
+
+
+def difference_of_two_alike(w, x):
+    return jnp.mean(jnp.tanh(x @ w["a"])) - jnp.mean(jnp.tanh(x @ w["b"]))
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    "loss_fn", [sum_of_probabilities, centred, difference_of_two_alike]
+)
+def test_a_result_that_is_zero_but_for_rounding(loss_fn, dtype):
+    a = 0.3 * numbers(0, 16, 8)
+    check(diagnose(loss_fn, dtype)({"a": a, "b": 1.0003 * a}, numbers(1, 32, 16)))
+
+
+@each_dtype
+def test_a_solver_that_takes_other_steps(dtype):
+    """Both runs end at 1; in 16 bits, an error just below the limit is accepted."""
+
+    def solve(w, x):
+        def step(carry):
+            t, h, y = carry
+            accepted = h * jnp.sum(x @ w) <= 0.25001
+            further = jnp.where(accepted, h, 0.0)
+            return t + further, jnp.where(accepted, h, h / 2), y + further
+
+        return jax.lax.while_loop(lambda carry: carry[0] < 1, step, (0.0, 0.25, 0.0))[2]
+
+    options = {"device_type": "gpu", "dtype": dtype, "progress": False}
+    half = jnp.full((2, 2), 0.25)
+    check(jamp.diagnose(solve, **options)(half, 2.0006 * half))
+
+
 def mixture_of_experts(params, x, y):
     gates = jax.nn.softmax(x @ params["gate"])
     top, chosen = jax.lax.top_k(gates, 2)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
+from string import digits
 from types import CodeType
 from typing import Any
 
@@ -299,16 +300,18 @@ def _applied(settings: Settings, changes: Iterable[Change]) -> Settings:
 
 
 def suggestions_of(
-    changes: Sequence[Change], settings: Settings, own_policy: bool
+    changes: Sequence[Change], examination: Examination, own_policy: bool
 ) -> tuple[Suggestion, ...]:
-    found = []
+    found, settings = [], examination.settings
     rules = [c for c in changes if c.kind in ("function", "scope", "primitive")]
     if rules:
         kind = settings.options.device_type
         base = "policy" if own_policy else f'jamp.Policy.load("{kind}")'
         reason = "; ".join(change.reason for change in rules)
         options = {"policy": _applied(settings, rules).options.policy}
-        code = f"policy = {base}{_with_rules(rules)}\n{_call(settings.options, True)}"
+        every = "".join(_for_all(change, examination) for change in rules)
+        code = f"policy = {base}{_with_rules(rules)}{every}"
+        code += f"\n{_call(settings.options, True)}"
         found.append(Suggestion(code, reason, True, options))
     for change in changes:
         options, scale = {}, None
@@ -332,6 +335,23 @@ def _with_rules(changes: Sequence[Change]) -> str:
     scopes = [f'.scoped("{c.value}", "float32")' for c in changes if c.kind == "scope"]
     rules = [f".with_rules(float32=[{', '.join(entries)}])"] if entries else []
     return "".join([*rules, *scopes])
+
+
+def _for_all(change: Change, examination: Examination) -> str:
+    """The rule for all modules that are alike, where one of several is cured."""
+    if change.kind != "scope":
+        return ""
+    stem = change.value.rpartition("/")[2].rstrip(digits)
+    pattern = f"{stem}*" if change.value[-1] in digits else stem
+    alike = {
+        measured.scope[:depth]
+        for measured in examination.measured
+        for depth, name in enumerate(measured.scope, 1)
+        if name.rstrip(digits) == stem
+    }
+    if len(alike) < 2:
+        return ""
+    return f'\n# or for all {len(alike)} alike: .scoped("**/{pattern}", "float32")'
 
 
 def _call(options: Options, own_policy: bool) -> str:

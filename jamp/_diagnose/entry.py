@@ -157,7 +157,7 @@ def _cure(
         return faults, ()
     changes = find_cure(subject, first, run)
     if changes:
-        suggestions = suggestions_of(changes, first.settings, own_policy)
+        suggestions = suggestions_of(changes, first, own_policy)
         return _causes(faults, changes) or faults, suggestions
     location = faults[0].measured.location if faults[0].measured else None
     reason = (
@@ -201,7 +201,7 @@ def _diagnosis(
         errors={outcome.label: outcome.error for outcome in first.outcomes},
         gradient_error=None if scale is None else judge.gradient_error(first.outcomes),
         underflows=_underflows(first.measured),
-        histograms=_histograms(first.measured),
+        histograms=_histograms(first.measured, faults),
         loss_scale=scale,
         scale_window=judge.scale_window(first),
     )
@@ -263,10 +263,20 @@ def _underflows(measured: Sequence[Measured]) -> tuple[Underflow, ...]:
     return tuple(heapq.nlargest(_LISTED, found, key=lambda u: u.flushed + u.subnormal))
 
 
-def _histograms(measured: Sequence[Measured]) -> tuple[Histogram, ...]:
+def _histograms(
+    measured: Sequence[Measured], faults: Sequence[Fault]
+) -> tuple[Histogram, ...]:
     counts: dict[tuple[str, bool], Any] = defaultdict(int)
+    kinds: dict[tuple[str, bool], dict[str, None]] = defaultdict(dict)
+    at_fault = {id(fault.measured): fault.kind for fault in faults}
     for m in measured:
-        if narrow(m.dtype):
-            function = m.location.function if m.location else "unknown"
-            counts["/".join(m.scope) or function, m.scaled] += m.statistics.exponents
-    return tuple(Histogram(*key, np.asarray(found)) for key, found in counts.items())
+        function = m.location.function if m.location else "unknown"
+        key = "/".join(m.scope) or function, m.scaled
+        if id(m) in at_fault:
+            kinds[key][at_fault[id(m)]] = None
+        if narrow(m.dtype) or id(m) in at_fault:
+            counts[key] += m.statistics.exponents
+    return tuple(
+        Histogram(*key, np.asarray(found), tuple(kinds[key]))
+        for key, found in counts.items()
+    )

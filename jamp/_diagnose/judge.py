@@ -16,6 +16,7 @@ from jamp._diagnose.measure import Ledger, Measured, Pair, State
 from jamp._diagnose.program import Program, Settings, Subject, make_program
 from jamp._diagnose.walk import EXACTLY, Steps, Walk, as_pair, count_equations, entering
 from jamp._dtypes import narrow
+from jamp._equations import equations
 from jamp._plan.plain import is_explicit
 from jamp._tracing.regions import Scope
 
@@ -35,6 +36,8 @@ LOST = 0.1
 # ... unless all of it is smaller than this, beside the largest one: of what the loss
 # does not depend on, such as a bias in front of a normalization, it is rounding only.
 NEGLIGIBLE = 1e-5
+# A result is rounding only if errors of float32's last digits change it by this share.
+NOISE = 0.05
 # A result has underflowed if more of it is below the normal numbers of its dtype.
 UNDERFLOWED = 0.5
 # Operations that introduced at least this share of what the worst of them did.
@@ -53,6 +56,9 @@ class Outcome:
     power: float  # its sum of squares in float32
     shadow: Any = field(repr=False)  # it in float32
     producers: frozenset[int]  # the outputs that it came from
+    # The share of it that float32's last digits change, where that was tried.
+    noise: float = 0.0
+    terms: float = 0.0  # of a loss, the largest number that it is the difference of
 
     @classmethod
     def of(
@@ -81,7 +87,9 @@ class Outcome:
     def against(self, computed: Any, factor: float) -> Self:
         """What a program with another loss scale computed, beside the same float32."""
         shadow = self.shadow * np.float32(factor if self.gradient else 1.0)
-        return self.of(self.label, self.gradient, Pair(np.asarray(computed), shadow))
+        pair = Pair(np.asarray(computed), shadow)
+        other = self.of(self.label, self.gradient, pair)
+        return replace(other, noise=self.noise, terms=self.terms)
 
 
 class Verdict(NamedTuple):
@@ -110,7 +118,7 @@ def error_limit(dtype: Any, roundings: int) -> float:
 
 def gradient_error(outcomes: Sequence[Outcome]) -> float:
     """The relative error of all gradients together, as of one vector."""
-    gradients = [outcome for outcome in outcomes if outcome.gradient]
+    gradients = [o for o in outcomes if o.gradient and o.noise < NOISE]
     power = sum(outcome.power for outcome in gradients)
     error = sum(each.power * each.error**2 for each in gradients if each.power)
     return math.sqrt(error / power) if power else 0.0
@@ -128,8 +136,11 @@ def judge(
         state, mean = outcome.state, outcome.mean
         if state.overflowed:
             return True
+        if outcome.noise >= NOISE:
+            return False
         if not outcome.gradient:
-            return state.error > limit
+            # What cancels in a loss has the rounding of its terms.
+            return state.error > limit * max(1.0, outcome.terms / (mean or math.inf))
         lost = state.lost > LOST and mean > NEGLIGIBLE * largest
         alone = state.error > ONE_GRADIENT_ERROR and mean > TINY * largest
         return lost or alone or gradient_wrong
@@ -283,9 +294,53 @@ def examine(
             Outcome.of(label, gradient, value.pair, value.producers)
             for label, gradient, value in _floating(program, results)
         ]
-    verdict = judge(outcomes, settings.options.dtype, ledger.measured)
+    if scale is not None:
+        terms = max(map(ledger.terms, outcomes[0].producers), default=0.0)
+        outcomes[0] = replace(outcomes[0], terms=terms)
+    dtype = settings.options.dtype
+    verdict = judge(outcomes, dtype, ledger.measured)
+    finite = not any(o.state.overflowed or o.state.wild for o in outcomes)
+    if verdict.spoiled and finite:
+        outcomes = _settled(subject, settings, outcomes, results)
+        verdict = judge(outcomes, dtype, ledger.measured)
     faults = find_faults(verdict, ledger)
     return Examination(settings, ledger.measured, outcomes, faults)
+
+
+def _settled(
+    subject: Subject, settings: Settings, outcomes: list[Outcome], results: Any
+) -> list[Outcome]:
+    """Outcomes beside float32 run by itself, which takes branches and steps of its own.
+
+    It runs twice: what changes with the last digits of its arguments is rounding only.
+    """
+    options = replace(settings.options, enabled=False)
+    program = make_program(subject, replace(settings, options=options))
+    vars_ = (v for e in equations(program.closed) for v in (*e.invars, *e.outvars))
+    if any(narrow(getattr(var.aval, "dtype", None)) for var in vars_):
+        return outcomes  # it casts by itself
+    run = jax.jit(jaxpr_as_fun(program.closed), compiler_options=EXACTLY)
+    rng = np.random.default_rng(0)
+
+    def nudged(array: Any) -> Any:
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            return array
+        return array * (1 + rng.choice([-1, 1], array.shape) * 2.0**-22).astype(
+            np.float32
+        )
+
+    found = []
+    with np.errstate(all="ignore"):
+        runs = (results, run(*program.arrays), run(*map(nudged, program.arrays)))
+        each = zip(outcomes, *(_floating(program, r) for r in runs), strict=True)
+        for old, (*_, value), (*_, plain), (*_, other) in each:
+            plain = np.asarray(plain)
+            pair = Pair(value.pair.computed, plain)
+            alone = old.of(old.label, old.gradient, pair, old.producers)
+            noise = measure.state_of(Pair(np.asarray(other), plain)).error
+            nearer = min(old, alone, key=lambda outcome: outcome.error)
+            found.append(replace(nearer, noise=noise, terms=old.terms))
+    return found
 
 
 def run_again(subject: Subject, settings: Settings, before: Examination) -> Verdict:

@@ -249,6 +249,13 @@ class Ledger:
     def operands(self, measured: Measured) -> list[Measured]:
         return [self.measured[number] for number in measured.producers]
 
+    def terms(self, number: int) -> float:
+        """The largest of the numbers whose sum or difference an output is."""
+        measured = self.measured[number]
+        if measured.primitive in ("add", "neg", "sub"):
+            return max(map(self.terms, measured.producers), default=0.0)
+        return measured.statistics.largest
+
     def behind(self, measured: Measured) -> list[Measured]:
         return [self.measured[n] for n in self._ancestors(measured.producers)]
 

@@ -10,11 +10,11 @@ import numpy as np
 
 from jamp._diagnose.measure import LOWEST_EXPONENT
 
-# Of more modules than these, those with the most values are drawn.
+# Of more modules than these, those with findings and the most values are drawn.
 _ROWS = 14
 # How many powers of 2 beyond the dtype's range are told apart.
 _OUTSIDE_SHOWN = 6
-_INSIDE, _OUTSIDE = "#2f6f9f", "#c8452f"
+_INSIDE, _OUTSIDE, _HARMLESS = "#2f6f9f", "#c8452f", "#e3b6aa"
 _NORMAL, _SUBNORMAL = "#e4f0e6", "#faf1d4"
 _GRAY = "#555555"
 
@@ -26,6 +26,7 @@ class Histogram:
     Attributes:
       module: its path, or the function that the values are computed in.
       gradient: whether they are gradients of the scaled loss.
+      findings: the kinds of the findings among them.
       counts: how many values have which exponent, beginning with 2^-64; larger and
         smaller ones count at the ends.
     """
@@ -33,6 +34,7 @@ class Histogram:
     module: str
     gradient: bool
     counts: np.ndarray[Any, Any] = field(compare=False)
+    findings: tuple[str, ...] = ()
 
     @property
     def exponents(self) -> np.ndarray[Any, Any]:
@@ -51,9 +53,10 @@ def save_plot(
     # matplotlib need not be installed for anything else.
     from matplotlib.figure import Figure
 
-    sides = [_largest(histograms, gradient) for gradient in (False, True)]
+    sides = [_drawn(histograms, gradient) for gradient in (False, True)]
     sides = [side for side in sides if side] or [[]]
     rows = max(1, *map(len, sides))
+    findings = any(histogram.findings for histogram in histograms)
     size = (1 + 4.8 * len(sides), 2.4 + 0.5 * rows)
     figure = Figure(figsize=size, layout="constrained", facecolor="white")
     grid: Any = figure.subplots(
@@ -61,7 +64,7 @@ def save_plot(
     )
     for column, side in enumerate(sides):
         axes, below = grid[:, column]
-        _draw_histograms(axes, side, dtype)
+        _draw_histograms(axes, side, dtype, _HARMLESS if findings else _OUTSIDE)
         axes.set_xlim(*_limits(side, dtype))
         _draw_range(axes, dtype)
         if side and side[0].gradient and window is not None and loss_scale is not None:
@@ -72,11 +75,13 @@ def save_plot(
     figure.savefig(path, dpi=150)
 
 
-def _largest(histograms: Sequence[Histogram], gradient: bool) -> list[Histogram]:
-    """The histograms with the most values, in the program's order."""
+def _drawn(histograms: Sequence[Histogram], gradient: bool) -> list[Histogram]:
+    """Those with findings and those with the most values, in the program's order."""
     found = [h for h in histograms if h.gradient is gradient and h.counts.any()]
-    kept = set(sorted(range(len(found)), key=lambda i: -found[i].counts.sum())[:_ROWS])
-    return [histogram for index, histogram in enumerate(found) if index in kept]
+    order = sorted(found, key=lambda h: (not h.findings, -h.counts.sum()))
+    at_fault = sum(bool(histogram.findings) for histogram in found)
+    kept = set(map(id, order[: max(_ROWS, at_fault)]))
+    return [histogram for histogram in found if id(histogram) in kept]
 
 
 def _bounds(dtype: str) -> tuple[float, float, float]:
@@ -132,7 +137,9 @@ def _draw_range(axes: Any, dtype: str) -> None:
             axes.axvline(edge, color=_OUTSIDE, lw=1, zorder=1)
 
 
-def _draw_histograms(axes: Any, histograms: Sequence[Histogram], dtype: str) -> None:
+def _draw_histograms(
+    axes: Any, histograms: Sequence[Histogram], dtype: str, harmless: str
+) -> None:
     """One histogram in a row, each as high as its row; the first module on top."""
     lowest, _, high = _bounds(dtype)
     for row, histogram in enumerate(histograms):
@@ -140,12 +147,16 @@ def _draw_histograms(axes: Any, histograms: Sequence[Histogram], dtype: str) -> 
         # Roots show small counts, as of values that do not fit.
         heights = -0.85 * np.sqrt(counts / counts.max())
         inside = (exponents >= lowest) & (exponents < np.ceil(high))
-        colors = np.where(inside, _INSIDE, _OUTSIDE)
+        outside = _OUTSIDE if histogram.findings else harmless
+        colors = np.where(inside, _INSIDE, outside)
         axes.bar(exponents + 0.5, heights, 1.0, bottom=row + 0.45, color=colors)
-    names = [
-        h.module if len(h.module) <= 28 else f"...{h.module[-25:]}" for h in histograms
-    ]
+        if histogram.findings:
+            axes.axhspan(row - 0.45, row + 0.5, fill=False, ec=_OUTSIDE, lw=1.5)
+    names = list(map(_label, histograms))
     axes.set_yticks(range(len(names)), names, fontsize=8)
+    for label, histogram in zip(axes.get_yticklabels(), histograms, strict=True):
+        if histogram.findings:
+            label.set(color=_OUTSIDE, fontweight="bold")
     axes.set_ylim(len(names) - 0.4, -1.1)
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -153,6 +164,13 @@ def _draw_histograms(axes: Any, histograms: Sequence[Histogram], dtype: str) -> 
     kind = "scaled gradients" if gradient else "weights and activations"
     axes.set_title(f"{kind} in {dtype}", fontsize=10, loc="left")
     axes.set_xlabel("magnitude in float32, power of 2", fontsize=9)
+
+
+def _label(histogram: Histogram) -> str:
+    name = histogram.module
+    short = name if len(name) <= 28 else f"...{name[-25:]}"
+    kinds = ", ".join(histogram.findings)
+    return f"{kinds} \u25b6 {short}" if kinds else short
 
 
 def _draw_window(axes: Any, scale: float, window: tuple[float, float]) -> None:

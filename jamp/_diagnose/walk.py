@@ -81,6 +81,10 @@ class Walk:
         names = self.scope.enter(eqn.source_info.name_stack).names
         # Not those that JAX itself opens, for a checkpoint or an einsum.
         scope = tuple(n for n in names if n not in _OF_JAX and "->" not in n)
+        # Backward, what a call holds may name the scopes around the call once more.
+        for n in range(len(scope) // 2, 0, -1):
+            if scope[:n] == scope[n : 2 * n]:
+                scope = scope[n:]
         producers = _producers(operands)
         values = []
         for var, pair in zip(eqn.outvars, pairs, strict=True):
