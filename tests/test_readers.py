@@ -83,9 +83,9 @@ def activations(std, mean, dtype):
     return jnp.asarray(x, dtype).astype(jnp.float32)
 
 
-def error_in_roundings(fn, x, device):
+def error_in_roundings(fn, x, device, run=lambda fn, x: fn(x)):
     """Of the results, against float32 on the same 16-bit numbers."""
-    found = jamp.autocast(lambda x: fn(x @ EYE), device_type=device)(x)
+    found = run(jamp.autocast(lambda x: fn(x @ EYE), device_type=device), x)
     error = jnp.abs(found.astype(jnp.float32) - fn(x)).max()
     return float(error / jnp.abs(fn(x)).max() / jnp.finfo(POLICIES[device]).eps)
 
@@ -103,6 +103,14 @@ def test_a_norm_written_by_hand_is_rounded_once(norm, std, mean, device):
 def test_it_is_rounded_once_wherever_it_stands(place, device):
     x = activations(1, 20, POLICIES[device])
     assert error_in_roundings(place, x, device) <= 1
+
+
+@both_policies
+@pytest.mark.parametrize("place", PLACES)
+def test_it_is_rounded_once_where_it_is_differentiated(place, device):
+    x = activations(1, 20, POLICIES[device])
+    run = lambda fn, x: jax.vjp(fn, x)[0]  # noqa: E731
+    assert error_in_roundings(place, x, device, run) <= 1
 
 
 @both_policies

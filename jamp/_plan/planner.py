@@ -36,7 +36,7 @@ from jamp._tracing.regions import Options, Scope
 
 def make_plan(program: Any, arrays: Sequence[Any], options: Options) -> Plan:
     """Plans a closed jaxpr for some arrays, of which only dtypes count."""
-    return spare_roundings(plan_for(program, arrays, Context(Scope((), options))))
+    return plan_for(program, arrays, Context(Scope((), options)))
 
 
 def warn_unmatched(policy: Policy) -> None:
@@ -62,7 +62,9 @@ def plan_for(program: Any, arrays: Sequence[Any], context: Context) -> Plan:
 
 
 def plan_program(program: Any, inputs: Values, context: Context) -> Plan:
-    return _Planner().plan(program, inputs, context)
+    plan = _Planner().plan(program, inputs, context)
+    # JAX may transpose what is linear.
+    return plan if context.linear else spare_roundings(plan)
 
 
 class _Entry(NamedTuple):
