@@ -14,11 +14,12 @@ LOW = {"gpu": jnp.float16, "cpu": jnp.bfloat16}
 # which begin with a power or a logarithm.
 AS_INPUT = {
     "equinox.nn.BatchNorm",
+    "haiku.BatchNorm",
     "transformers.models.gemma.modeling_flax_gemma.FlaxGemmaRMSNorm",
 }
 # A weight, or state, of the same rank promotes, and what a constructor makes.
 FLOAT32 = """
-    haiku.BatchNorm haiku.ExponentialMovingAverage haiku.SpectralNorm
+    haiku.ExponentialMovingAverage haiku.SpectralNorm
     transformers.models.llama.modeling_flax_llama.FlaxLlamaRMSNorm
     transformers.models.longt5.modeling_flax_longt5.FlaxLongT5LayerNorm
     transformers.models.mistral.modeling_flax_mistral.FlaxMistralRMSNorm

@@ -78,7 +78,8 @@ class ListedCall:
         rule, policy = self.ruling.rule, self.options.policy
         if rule is Rule.LOWER:
             return self.options.dtype
-        if rule not in (Rule.FLOAT32, Rule.INTERNAL_FLOAT32) or not self.entered:
+        sources = self.sources.get(var)
+        if rule not in (Rule.FLOAT32, Rule.INTERNAL_FLOAT32) or not sources:
             return dtype
         traced = var.aval.dtype
         if (
@@ -90,17 +91,22 @@ class ListedCall:
             named: DType = traced
             return named
         values = self.entered
-        rank = max(value.ndim for value in values.values())
+        rank = max(map(_rank, values.values()))
         # A scalar promotes nothing, and a full reduction need not be rounded.
-        if rule is Rule.FLOAT32 or var.aval.ndim == 0 < rank:
+        if rule is Rule.FLOAT32 or var.aval.ndim == 0 < rank[1]:
             return FLOAT32
-        for source in self.sources.get(var, frozenset()):
+        for source in sources:
             state = values[source]
-            same = state.ndim < rank and state.aval.shape == var.aval.shape
+            same = _rank(state) < rank and state.aval.shape == var.aval.shape
             if same and state.dtype == FLOAT32:
                 # Running statistics and the like are state, and keep their float32.
                 return FLOAT32
-        return _dtypes.widest(v.dtype for v in values.values() if v.ndim == rank)
+        return _dtypes.widest(v.dtype for v in values.values() if _rank(v) == rank)
+
+
+def _rank(value: Value) -> tuple[int, int]:
+    """The rank of a value, first without its dimensions of size one."""
+    return sum(size != 1 for size in value.aval.shape), value.ndim
 
 
 def plan_listed_call(call: ListedCall) -> None:
