@@ -51,6 +51,10 @@ _SAID = {"internal_float32": "internal float32", "as_traced": "as traced"}
 _OLDER = {"log2": "log"}
 
 INTRODUCTION = """\
+---
+hide:
+  - toc
+---
 <!-- Written by docs/generate_ops.py from the tables in tests/ and policies/. -->
 # Ops
 
@@ -59,15 +63,16 @@ user writes for it, the dtype that torch 2.13 returns, and the rule by which jam
 comes to its own. Look an op up by its torch name.
 
 *gpu* is CUDA with float16 in torch and `device_type="gpu"` in jamp; *cpu* has bfloat16.
-`device_type="tpu"` has the rules of gpu and bfloat16. In the columns of torch,
+`device_type="tpu"` has the rules of gpu and bfloat16. In both columns stands first the
+dtype that torch returns:
 
 - *16-bit* is the region's 16-bit dtype, whatever comes in, and *float32* is float32;
 - *as input* is float32 for float32 inputs and 16-bit for 16-bit ones;
 - *a / b* is *a* for float32 inputs and *b* for 16-bit ones, and several outputs are
   separated by commas. A dash stands for what was not measured.
 
-In the columns of jamp stand a rule and the entry of the policy's table that it comes
-from, a function or a primitive:
+Below it stand jamp's rule and the entry of the policy's table that it comes from, a
+function or a primitive:
 
 - *lower* casts to the region's 16-bit dtype, and *float32* to float32;
 - *internal float32* computes in float32 and rounds once, to the dtype that came in;
@@ -83,6 +88,8 @@ function for, and in {all} of all cases, those composed by hand included.
 
 Each row is held by `tests/test_torch_parity.py`, dtypes and values:
 `pytest tests/test_torch_parity.py -k layer_norm` runs those of one op.
+
+{sections}
 """
 
 
@@ -186,8 +193,8 @@ def _marks(op: str, device: str) -> str:
 def _row(case: op_cases.OpCase) -> str:
     cells = [f"`{case.op}`", _code(case.counterpart)]
     for device in DEVICES:
-        cells.append(torch_dtypes(case.op, device))
-        cells.append(jamp_rule(case, device) + _marks(case.op, device))
+        rule = jamp_rule(case, device) + _marks(case.op, device)
+        cells.append(f"{torch_dtypes(case.op, device)}<br>{rule}")
     return _line(cells)
 
 
@@ -201,8 +208,8 @@ def _line(cells: Sequence[str]) -> str:
 
 def _section(title: str, cases: Sequence[op_cases.OpCase]) -> Iterator[str]:
     yield f"\n## {title}\n"
-    yield _line(("torch", "JAX", "torch, gpu", "jamp, gpu", "torch, cpu", "jamp, cpu"))
-    yield _line(["---"] * 6)
+    yield _line(("torch", "JAX", "gpu", "cpu"))
+    yield _line(["---"] * 4)
     for case in cases:
         yield _row(case)
 
@@ -241,7 +248,10 @@ def _no_counterpart() -> Iterator[str]:
 def page() -> str:
     """The text of docs/ops.md."""
     of_all, of_functions = shares()
-    lines = [INTRODUCTION.format(all=of_all, functions=of_functions).rstrip()]
+    titles = [*SECTIONS, "Remaining differences", "Without a counterpart"]
+    links = (f"[{t}](#{t.lower().replace(',', '').replace(' ', '-')})" for t in titles)
+    shares_ = {"all": of_all, "functions": of_functions}
+    lines = [INTRODUCTION.format(**shares_, sections=" · ".join(links)).rstrip()]
     for title, module in SECTIONS.items():
         lines.extend(_section(title, module.CASES))
     lines.extend([*_differences(), *_no_counterpart()])

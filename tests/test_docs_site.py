@@ -75,6 +75,22 @@ def test_no_page_loads_anything_from_another_server(site):
     assert found == []
 
 
+def test_the_search_works_in_pages_opened_from_files(site):
+    """Browsers let such pages neither fetch an index nor start a worker."""
+    index = (site / "search" / "search_index.js").read_text("utf-8")
+    assert index.startswith("var __index = {")
+    for page in (site / "index.html", site / "guide.html"):
+        scripts = re.findall(
+            r'<script src="([^"]*iframe-worker[^"]*)"', page.read_text()
+        )
+        assert [(site / name).exists() for name in scripts] == [True]
+
+
+def test_code_that_is_not_run_is_coloured(site):
+    page = (site / "migration.html").read_text("utf-8")
+    assert re.search(r'class="n">torch</span>.*GradScaler', page)
+
+
 def test_a_load_from_another_server_is_found():
     page = (
         '<a href="https://a.b"></a><script src="//a.b/c.js"></script>'
