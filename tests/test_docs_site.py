@@ -17,7 +17,14 @@ pytestmark = pytest.mark.once
 
 ROOT = Path(__file__).parents[1]
 # What the build reads beside docs/.
-SOURCES = ["jamp", "pallas_kernels", "policies", "examples", "benchmarks"]
+SOURCES = [
+    "README.md",
+    "jamp",
+    "pallas_kernels",
+    "policies",
+    "examples",
+    "benchmarks",
+]
 # What makes a browser fetch something, as opposed to a link that a reader follows.
 LOADED = {
     "script": "src",
@@ -84,6 +91,13 @@ def test_the_search_works_in_pages_opened_from_files(site):
             r'<script src="([^"]*iframe-worker[^"]*)"', page.read_text()
         )
         assert [(site / name).exists() for name in scripts] == [True]
+
+
+def test_the_first_page_has_the_table_of_the_readme(site):
+    table = (ROOT / "README.md").read_text("utf-8").split("--8<-- [")[1]
+    page = (site / "index.html").read_text("utf-8")
+    for name in re.findall(r"^\| ([a-z][^|`]*) \|", table, re.M):
+        assert f"<td>{name}</td>" in page
 
 
 def test_code_that_is_not_run_is_coloured(site):
