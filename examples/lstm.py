@@ -49,7 +49,7 @@ def make_batch(key: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def loss_fn(params: dict, x: jax.Array, y: jax.Array) -> jax.Array:
-    return jnp.mean((MODEL.apply(params, x).astype(jnp.float32) - y) ** 2)
+    return jnp.mean((MODEL.apply(params, x) - y) ** 2)
 
 
 def make_train_steps(tx: optax.GradientTransformationExtraArgs, enabled: bool):

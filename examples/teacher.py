@@ -29,4 +29,4 @@ def batch(step: int, size: int = 64, outputs: int = 1) -> tuple[jax.Array, jax.A
 
 
 def squared_error(prediction: jax.Array, y: jax.Array) -> jax.Array:
-    return jnp.mean((prediction.astype(jnp.float32) - y) ** 2)
+    return jnp.mean((prediction - y) ** 2)
