@@ -31,7 +31,7 @@ from jamp._loss_scaling.transformation import (
 )
 from jamp._policy.policy import Policy
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AutocastError",

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from runpy import run_path
 
 import pytest
 
@@ -197,3 +198,10 @@ def test_a_link_that_leads_nowhere_is_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("[a](page.md#x) [b](none.md#x) [c](https://a.b) [d](#x)", "utf-8")
     assert broken_links(page) == ["none.md"]
+
+
+def test_pages_say_how_jamp_is_installed_as_the_switch_has_it():
+    names = run_path(str(ROOT / "docs" / "generate_install.py"))
+    for page in names["PAGES"]:
+        assert names["COMMAND"] in page.read_text("utf-8")
+        assert names["written"](page) == page.read_text("utf-8")

@@ -17,6 +17,8 @@ import pytest
 from conftest import top_level_copies
 from tables import check_each
 
+import jamp
+
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
@@ -277,3 +279,17 @@ def test_relative_import_is_noticed():
 def test_importing_jamp_does_not_import_flax():
     check = "import sys, jamp; raise SystemExit('flax' in sys.modules)"
     subprocess.run([sys.executable, "-c", check], check=True)
+
+
+def test_the_workflow_runs_on_each_python_that_is_supported():
+    workflow = (ROOT / ".github/workflows/checks.yml").read_text("utf-8")
+    classifiers = " ".join(PYPROJECT["project"]["classifiers"])
+    supported = re.findall(r"Python :: (3\.\d+)", classifiers)
+    assert sorted(set(re.findall(r"\b3\.\d+\b", workflow))) == supported
+
+
+def test_the_version_stands_in_one_place_and_is_cited():
+    assert PYPROJECT["project"]["dynamic"] == ["version"]
+    cited = (ROOT / "CITATION.cff").read_text("utf-8")
+    assert f"\nversion: {jamp.__version__}\n" in cited
+    assert f"## [{jamp.__version__}]" in (ROOT / "CHANGELOG.md").read_text("utf-8")
