@@ -70,7 +70,7 @@ CHEAP = (
     | (REDUCTIONS - _names("argmax argmin reduce_prod reduce_xor"))
     | _names(
         "broadcast_in_dim concatenate convert_element_type custom_jvp_call gather iota",
-        "is_finite jit reshape slice squeeze stop_gradient transpose",
+        "is_finite jit pad reshape rev slice squeeze stop_gradient transpose",
     )
 )
 # Linear algebra without 16-bit kernels. Some releases of JAX refuse 16-bit operands of
@@ -93,13 +93,13 @@ CALLS = {
 # Their results are among the elements of their operands, or zero or one.
 EXACT = _names(
     "abs broadcast_in_dim clamp concatenate copy custom_jvp_call gather jit max min",
-    "neg reduce_max reduce_min reshape rev select_n sign slice squeeze stop_gradient",
-    "transpose",
+    "neg pad reduce_max reduce_min reshape rev select_n sign slice squeeze",
+    "stop_gradient transpose",
 )
 # Their backward pass needs nothing of their operands.
 LINEAR = _names(
     "add add_any broadcast_in_dim concatenate convert_element_type copy gather jit neg",
-    "reduce_sum reshape rev slice squeeze stop_gradient sub transpose",
+    "pad reduce_sum reshape rev slice squeeze stop_gradient sub transpose",
 )
 # They run in no other dtypes than those that they stand in.
 DTYPE_BOUND = _names("bitcast_convert_type call_hi_primitive ffi_call pure_callback")

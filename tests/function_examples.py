@@ -76,6 +76,7 @@ _PLAIN: list[tuple[tuple[Any, ...], str]] = [
         jax.scipy.linalg.solve_triangular
         """,
     ),
+    ((jnp.add, X), "jax.lax.associative_scan"),
     (((SQUARE, True), X), "jax.scipy.linalg.cho_solve"),
     (((SQUARE, _PIVOTS), X), "jax.scipy.linalg.lu_solve"),
     (

@@ -1,5 +1,7 @@
 """What is added up is added in float32, and rounded once."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,6 +78,41 @@ def test_a_sum_of_16_bit_numbers_is_rounded_once(name, device):
     fn = in_16_bits(SUMMING[name], device)
     assert_rounded_once(jax.jit(fn)(x), np.float64(x).sum(), LOW[device])
     assert_added_in_float32(traced(fn, x))
+
+
+def decayed(left, right):
+    return left[0] * right[0], left[1] * right[0] + right[1]
+
+
+SCANS = {
+    "sum": lambda h: lax.associative_scan(jnp.add, h, reverse=True)[:1],
+    "recurrence": lambda h: lax.associative_scan(decayed, (1 - h, h))[1][-1:],
+}
+
+
+@each_device
+@pytest.mark.parametrize("name", SCANS)
+def test_an_associative_scan_is_rounded_once(name, device):
+    low = LOW[device]
+    x = jnp.stack([values(low, 1000)] * 2, 1)
+    fn = jamp.autocast(lambda x: SCANS[name](x @ jnp.eye(2)), device_type=device)
+    with jax.enable_x64(True):
+        exact = SCANS[name](jnp.float64(x))
+    found, pull = jax.vjp(fn, x)
+    assert found.dtype == low
+    assert_rounded_once(found, exact, low)
+    saved = {array.dtype for array in jax.tree.leaves(pull) if array.shape == x.shape}
+    assert saved <= {jnp.dtype(low)}
+
+
+@each_device
+def test_products_in_an_associative_scan_are_lowered(device):
+    fn = partial(lax.associative_scan, jnp.matmul)
+    program = traced(jamp.autocast(fn, device_type=device), jnp.ones((4, 3, 3)))
+    products = [e for e in equations(program) if e.primitive.name == "dot_general"]
+    assert {v.aval.dtype for e in products for v in e.invars} == {
+        jnp.dtype(LOW[device])
+    }
 
 
 REPEATING = {

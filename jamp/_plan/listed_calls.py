@@ -115,6 +115,9 @@ def plan_listed_call(call: ListedCall) -> None:
     forced = Rule.FLOAT32 if rule is Rule.INTERNAL_FLOAT32 else rule
     inner = call.context._replace(inside=call.context.inside | {call.function})
     first, env = len(plan.entries), call.env
+    if call.function.elementwise and not _is_elementwise(eqns):
+        call.plan_inside(env, inner)
+        return
     enter = Caster(Record(eqns[0], call.ruling, ()), call.options, plan)
     if rule is Rule.LOWER:
         products = (e for e in nested(eqns) if e.primitive.name in _primitives.MATMULS)
@@ -145,6 +148,12 @@ def plan_listed_call(call: ListedCall) -> None:
 
 def is_cheap(eqns: Sequence[JaxprEqn]) -> bool:
     return all(eqn.primitive.name in _primitives.CHEAP for eqn in nested(eqns))
+
+
+def _is_elementwise(eqns: Sequence[JaxprEqn]) -> bool:
+    """Whether equations multiply no matrices, and float32 in them need not be saved."""
+    names = {eqn.primitive.name for eqn in nested(eqns)}
+    return names <= _primitives.LINEAR or (is_cheap(eqns) and runs_in_float32(eqns))
 
 
 def runs_in_float32(eqns: Sequence[JaxprEqn]) -> bool:

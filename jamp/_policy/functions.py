@@ -56,6 +56,8 @@ class Function:
     # Whether it is an error that its module is imported and lacks it. Tables that come
     # with jamp name functions that not every release of a library has.
     required: bool = field(default=True, compare=False)
+    # Whether a table's rule holds for calls alone in which everything is elementwise.
+    elementwise: bool = field(default=False, compare=False)
 
     @classmethod
     def of(cls, obj: Any) -> Self:

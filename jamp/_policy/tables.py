@@ -73,8 +73,8 @@ def _parse(text: str, file: str, stem: str, builtin: bool = False) -> dict[str, 
 def _rules(table: dict[str, Any], builtin: bool) -> dict[str, dict[Any, Rule]]:
     found: dict[str, dict[Any, Rule]] = {"primitives": {}, "functions": {}}
     for rule in Rule:
-        for kind, names in _group(table, rule.value, tuple(found)).items():
-            rules = found[kind]
+        for kind, names in _group(table, rule.value, (*found, "elementwise")).items():
+            rules = found["functions" if kind == "elementwise" else kind]
             with _inside(f"{rule.value}.{kind}"):
                 for name in _strings(names):
                     entry = _entry(name, kind, builtin)
@@ -90,12 +90,12 @@ def _entry(name: str, kind: str, builtin: bool) -> str | Function:
         return check_primitive(name)
     if "." not in name:
         raise PolicyError(f"{name!r} is not a dotted name")
-    return _function(name, required=not builtin)
+    return _function(name, required=not builtin, elementwise=kind == "elementwise")
 
 
-def _function(name: str, required: bool = True) -> Function:
+def _function(name: str, required: bool = True, elementwise: bool = False) -> Function:
     """The function of a dotted name, which has to exist if its module is imported."""
-    function = Function(name, required=required)
+    function = Function(name, None, required, elementwise)
     function.resolve()
     return function
 
