@@ -1,4 +1,4 @@
-# `make train` runs the example, `make test` every check, `make test-slow` the long runs
+# `make train` runs the example (a minute), `make test` every check, `make test-slow` the long runs
 # that it leaves out, `make docs` writes the documentation to site/. Each first sets up
 # what it needs in a virtual environment: .venv, or .venv-3.x when PYTHON names another
 # Python.

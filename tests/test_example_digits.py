@@ -27,5 +27,14 @@ def test_autocast_runs_the_model_in_16_bits(results):
     assert results["autocast"].low_flop_share > 0.9
 
 
+def test_it_says_whether_to_look_at_the_time(results):
+    float32 = results["float32"]._replace(step_seconds=2.0)
+    runs = {"float32": float32, "autocast": float32._replace(step_seconds=1.0)}
+    assert "not what to look at" in digits.what_it_shows(runs, slow=True)
+    assert "0.50 of float32's time here: a gain" in digits.what_it_shows(runs, False)
+    runs["autocast"] = float32._replace(step_seconds=3.0)
+    assert "1.50 of float32's time here: no gain" in digits.what_it_shows(runs, False)
+
+
 def test_loss_curves_are_drawn(results, figure):
     assert figure.read_bytes().startswith(b"\x89PNG")
