@@ -1,7 +1,7 @@
-# `make train` runs the example (a minute), `make test` every check, `make test-slow` the long runs
-# that it leaves out, `make docs` writes the documentation to site/. Each first sets up
-# what it needs in a virtual environment: .venv, or .venv-3.x when PYTHON names another
-# Python.
+# `make train` runs the example, in a minute, `make test` every check, `make test-slow` the
+# long runs that it leaves out, `make docs` writes the documentation to site/. Each first
+# sets up what it needs in a virtual environment: .venv, or .venv-3.x when PYTHON names
+# another Python.
 
 PYTHON ?= python3
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')

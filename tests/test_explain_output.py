@@ -322,6 +322,26 @@ def test_what_differs_between_equal_blocks_is_told(decoder):
     assert "only block_3" in decoder.to_html()
 
 
+def test_blocks_inside_blocks_that_are_alike_are_one():
+    def fn(x):
+        for i in range(3):
+            with jax.named_scope(f"stage_{i}"):
+                for j in range(2):
+                    with jax.named_scope(f"block_{j}"):
+                        x = jnp.tanh(x @ x.T) @ x
+        return x
+
+    heading, *table = str(jamp.explain(fn, device_type="gpu")(X)).splitlines()[5:]
+    path = "stage_0 ... stage_2/block_0, block_1"
+    assert heading == f"{path}, the same 6 times:"
+    # What comes in is float32, and float16 from the first block on.
+    marks = {"f32": "only stage_0/block_0", "f16": "not stage_0/block_0"}
+    rows = [line.split() for line in table]
+    assert [row[0] for row in rows].count("transpose") == 2
+    for row, line in zip(rows, table, strict=True):
+        assert (marks[row[1]] in line) == (row[0] == "transpose")
+
+
 def test_blocks_of_other_sizes_or_lines_are_not_alike():
     @jax.jit
     def fn(x, y):

@@ -61,8 +61,8 @@ class Subject:
             raise AutocastTypeError("diagnose runs the function: give it some arrays")
         if any(isinstance(x, (jax.core.Tracer, jax.ShapeDtypeStruct)) for x in arrays):
             raise AutocastTypeError(
-                "diagnose runs the function on arrays with values; call it outside of "
-                "jax.jit and other transformations"
+                "diagnose runs the function on arrays with values, not on shapes as of "
+                "jax.eval_shape; call it outside of jax.jit and other transformations"
             )
         chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
         if not all(-free <= number < free for number in chosen):

@@ -8,17 +8,7 @@ from string import Template
 
 from jamp._explain.operations import Counted, Figures, Module, runs
 from jamp._explain.residuals import bytes_by_dtype
-from jamp._explain.text import (
-    FIGURES,
-    Placed,
-    Row,
-    amount,
-    figures,
-    placed,
-    rows,
-    short,
-    size,
-)
+from jamp._explain.text import FIGURES, Row, amount, figures, rows, rows_of, short, size
 
 _COLOURED = ("f16", "bf16", "f32", "f64")
 # Modules this deep stand open at first.
@@ -28,7 +18,7 @@ _OPEN_DEPTH = 2
 def page(report: Figures) -> str:
     file = files("jamp._explain").joinpath("report.html")
     template = file.read_text(encoding="utf-8")
-    every = [line.row for line in placed(report.modules)]
+    every = list(rows_of(report.modules))
     return Template(template).substitute(
         name=escape(report.name),
         header=escape(report.header),
@@ -58,8 +48,8 @@ def _attention(sentences: Iterable[str]) -> str:
 
 def _cards(report: Figures) -> Iterator[str]:
     flops = Counter[str]()
-    for line in placed(report.modules):
-        flops[line.row.computes_in] += int(line.row.flops)
+    for row in rows_of(report.modules):
+        flops[row.computes_in] += int(row.flops)
     yield _card(
         "FLOPs in 16 bits",
         f"{report.low_flop_share:.1%}",
@@ -139,20 +129,19 @@ def _tree(module: Module, around: tuple[Module, ...] = ()) -> Iterator[str]:
     )
     for child in module.children:
         yield from _tree(child, (*around, child))
-    for row in rows(module.own):
-        yield _row(Placed(around, row))
+    yield from map(_row, rows(module.own, around))
     yield "</details>"
 
 
-def _row(line: Placed) -> str:
-    row, dtype = line.row, line.row.computes_in
+def _row(row: Row) -> str:
+    dtype = row.computes_in
     code = f" <code>{escape(row.code)}</code>" if row.code else ""
-    path = "/".join(" ".join(module.names) for module in line.modules)
-    why = "; ".join(filter(None, (row.why(), line.only, row.often)))
+    path = "/".join(" ".join(module.names) for module in row.modules)
+    why = "; ".join(filter(None, (row.why(), row.only, row.often)))
     return (
         f'<div class="line row {_colour(dtype)}" data-dtype="{escape(dtype)}" '
         f'data-rule="{row.rule}" data-path="{escape(path)}" '
-        f'style="--depth: {len(line.modules) + 1}"><span class="title">'
+        f'style="--depth: {len(row.modules) + 1}"><span class="title">'
         f'{escape(row.name)} <span class="why">{escape(why)}</span>'
         f"<small>{escape(row.location)}{code}</small></span>"
         f"<span>{_chips(row.operands)} &rarr; {_chips(row.results)}</span>"

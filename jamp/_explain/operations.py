@@ -44,12 +44,15 @@ class Operation:
         return found
 
     @cached_property
+    def scope(self) -> tuple[str, ...]:
+        """The modules that it stands in; of einsum, a scope is its subscripts."""
+        return tuple(name for name in self.record.scope if "->" not in name)
+
+    @cached_property
     def path(self) -> tuple[str, ...]:
         """The modules that it stands in, or the user's function if in none."""
-        # Of einsum, the scope is its subscripts.
-        scope = tuple(name for name in self.record.scope if "->" not in name)
-        if scope or self.location is None:
-            return scope
+        if self.scope or self.location is None:
+            return self.scope
         return (f"{self.location.function}()",)
 
     @property

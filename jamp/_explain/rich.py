@@ -44,19 +44,18 @@ def _add(table: Table, module: Module, depth: int) -> None:
 def _operations(report: Figures) -> Iterator[RenderableType]:
     """The rows below the headings that hold of them, in columns of the same widths."""
     table, heading = _table(**_OPERATIONS), ""
-    for line in in_order(report):
-        if line.heading != heading:
+    for row in in_order(report):
+        if row.heading != heading:
             yield table
-            heading = line.heading
+            heading = row.heading
             yield Text(heading or "once:", style="bold")
             table = _table(**_OPERATIONS)
             table.show_header = False
-        row = line.row
         table.add_row(
             Text(row.brief),
             _dtypes(row),
             Text(row.why(report.options.policy.name, row.first.entry)),
-            Text(place(line.path, row, line.only)),
+            Text(place(row)),
         )
     yield table
 

@@ -33,19 +33,53 @@ _WORD = re.compile(r"(?<=[_./])|(?<=[a-z])(?=[A-Z])")
 class Row(Counted):
     """What a report shows in one line: equations of one call, or of one kind."""
 
+    modules: tuple[Module, ...] = ()  # those that lead to it, outermost first
+
     @property
     def first(self) -> Operation:
         return self.operations[0]
 
     @cached_property
-    def paths(self) -> tuple[tuple[str, ...], ...]:
-        """Those of the modules that it stands in, several if these are alike."""
-        return tuple(dict.fromkeys(op.path for op in self.operations))
+    def _alike(self) -> tuple[Module, ...]:
+        """The modules down to the innermost that is several, if one is."""
+        several = [i for i, m in enumerate(self.modules, 1) if len(m.names) > 1]
+        return self.modules[: max(several, default=0)]
+
+    @property
+    def heading(self) -> str:
+        """What holds of it and those beside it: the modules that are alike, scans."""
+        often, alike = self.often, self._alike
+        if not alike:
+            return f"in loops, {often}:" if often else ""
+        path = "/".join(spans(module.names) for module in alike)
+        each = f", each {often}" if often else ""
+        return f"{path}, the same {len(alike[-1].paths)} times{each}:"
+
+    @property
+    def only(self) -> str:
+        """Which of the modules that are alike it stands in, if not in all."""
+        alike = self._alike
+        every = alike[-1].paths if alike else frozenset()
+        found = {op.path[: len(alike)] for op in self.operations}
+        few = min(found, every - found, key=len)
+        levels = [
+            spans(name for name in module.names if name in {path[i] for path in few})
+            for i, module in enumerate(alike)
+            if few and len(module.names) > 1
+        ]
+        names = "/".join(levels)
+        return names and f"{'only' if few == found else 'not'} {names}"
+
+    @property
+    def path(self) -> str:
+        """The modules that the heading does not name."""
+        inner = self.modules[len(self._alike) :] if self.first.scope else ()
+        return "/".join(module.name for module in inner)
 
     @property
     def name(self) -> str:
         """The listed function, or the primitive and how many equations of it."""
-        count = len(self.operations) // len(self.paths)
+        count = len(self.operations) // len({op.path for op in self.operations})
         if self.first.function or count == 1:
             return self.first.entry
         return f"{self.first.entry} x{count}"
@@ -137,91 +171,36 @@ class Row(Counted):
         return ", ".join(f"{count} {cast}" for cast, count in sorted(counts.items()))
 
 
-@dataclass(frozen=True)
-class Placed:
-    """A row, and the modules that lead to it, outermost first."""
-
-    modules: tuple[Module, ...]
-    row: Row
-
-    @cached_property
-    def _alike(self) -> tuple[Module, ...]:
-        """The modules down to the innermost that is several, if one is."""
-        several = [i for i, m in enumerate(self.modules, 1) if len(m.names) > 1]
-        return self.modules[: max(several, default=0)]
-
-    @property
-    def heading(self) -> str:
-        """What holds of it and those beside it: the modules that are alike, scans."""
-        often, alike = self.row.often, self._alike
-        if not alike:
-            return f"in loops, {often}:" if often else ""
-        path = "/".join(spans(module.names) for module in alike)
-        each = f", each {often}" if often else ""
-        return f"{path}, the same {len(alike[-1].paths)} times{each}:"
-
-    @property
-    def only(self) -> str:
-        """Which of the modules that are alike it stands in, if not in all."""
-        alike = self._alike
-        found = {path[: len(alike)] for path in self.row.paths}
-        if not alike or alike[-1].paths == found:
-            return ""
-        few = min(found, alike[-1].paths - found, key=len)
-        names = "/".join(
-            spans(name for name in module.names if name in {path[i] for path in few})
-            for i, module in enumerate(alike)
-            if len(module.names) > 1
-        )
-        return f"{'only' if few == found else 'not'} {names}"
-
-    @property
-    def path(self) -> str:
-        """The modules that the heading does not name."""
-        if not self.row.first.record.scope:
-            return ""
-        return "/".join(module.name for module in self.modules[len(self._alike) :])
-
-
-def placed(module: Module, around: tuple[Module, ...] = ()) -> Iterator[Placed]:
-    """One row for each function on a line, module by module."""
-    for row in rows(module.own):
-        yield Placed(around, row)
-    for child in module.children:
-        yield from placed(child, (*around, child))
-
-
-def in_order(report: Figures) -> list[Placed]:
-    """The same in program order, where modules that are alike stand once."""
-    order = {id(op): i for i, op in enumerate(report.operations)}
-    return sorted(placed(report.modules), key=lambda p: order[id(p.row.first)])
-
-
-def rows(operations: Iterable[Operation]) -> list[Row]:
+def rows(
+    operations: Iterable[Operation], modules: tuple[Module, ...] = ()
+) -> list[Row]:
     """One row for each function on a line, for modules that are alike together.
 
     Calls are left out.
     """
     groups: dict[Any, list[Operation]] = {}
-    for op in operations:
-        if op.decided:
-            rule = op.record.ruling.rule
-            key = (
-                op.entry,
-                rule,
-                op.reason,
-                op.location,
-                op.library,
-                op.times,
-                op.path,
-            )
-            groups.setdefault(key, []).append(op)
+    for op in filter(lambda op: op.decided, operations):
+        key = (op.entry, op.record.ruling.rule, op.reason, op.location, op.library)
+        groups.setdefault((*key, op.times, op.path), []).append(op)
     alike: dict[Any, list[Operation]] = {}
     for (*key, _), group in groups.items():
         row = Row(tuple(group))
         known = (*key, len(group), row.operands, row.results)
         alike.setdefault(known, []).extend(group)
-    return [Row(tuple(group)) for group in alike.values()]
+    return [Row(tuple(group), modules) for group in alike.values()]
+
+
+def rows_of(module: Module, around: tuple[Module, ...] = ()) -> Iterator[Row]:
+    """The rows of a module and of those inside, module by module."""
+    yield from rows(module.own, around)
+    for child in module.children:
+        yield from rows_of(child, (*around, child))
+
+
+def in_order(report: Figures) -> list[Row]:
+    """The same in program order, where modules that are alike stand once."""
+    order = {id(op): i for i, op in enumerate(report.operations)}
+    return sorted(rows_of(report.modules), key=lambda row: order[id(row.first)])
 
 
 def short(dtype: str) -> str:
@@ -236,11 +215,12 @@ def _end(name: str, width: int) -> str:
     return "".join(words)[-width:]
 
 
-def place(path: str, row: Row, only: str = "") -> str:
+def place(row: Row, path: str = "") -> str:
     """A path of modules, of a long one the end, and a line; or two lines alone."""
+    path = path or row.path
     if len(path) > _PATH:
         path = "" if row.first.library else f"..{_end(path, _PATH - 2)}"
-    return " ".join(filter(None, (only, path, row.location))) or "-"
+    return " ".join(filter(None, (row.only, path, row.location))) or "-"
 
 
 def _line_of(found: Location | None) -> str:
@@ -285,13 +265,13 @@ def text(report: Figures, group: str) -> str:
     else:
         every = in_order(report)
         if group == "equation":
-            every = [Placed((), Row((op,))) for op in report.operations]
+            every = [Row((op,)) for op in report.operations]
         table, heading = [HEAD], ""
-        for line in every:
-            if line.heading != heading:
-                heading = line.heading
+        for row in every:
+            if row.heading != heading:
+                heading = row.heading
                 table.append(heading or "once:")
-            table.append(_line(line, report, group))
+            table.append(_line(row, report, group))
     head = [report.header, *report.attention, *summary(report)]
     return "\n".join([*head, "", *_aligned(table)])
 
@@ -317,15 +297,14 @@ def summary(report: Figures) -> Iterator[str]:
         )
 
 
-def _line(line: Placed, report: Figures, group: str) -> tuple[str, ...]:
-    row = line.row
+def _line(row: Row, report: Figures, group: str) -> tuple[str, ...]:
     if group == "function":
         name, entry, casts = row.brief, row.first.entry, str(row.casts or "")
-        where = place(line.path, row, line.only)
+        where = place(row)
     else:
         name = entry = row.first.record.primitive
         casts = row.conversions
-        where = place("/".join(row.first.record.scope), row)
+        where = place(row, "/".join(row.first.record.scope))
     reason = row.why(report.options.policy.name, entry)
     return (name, joined(row.operands), joined(row.results), reason, where, casts)
 
@@ -335,8 +314,8 @@ def _modules(
 ) -> Iterator[tuple[str, ...]]:
     indent = "  " * len(around)
     yield (f"{indent}{module.name}", "", *figures(module), "")
-    for row in rows(module.own):
-        more = filter(None, (row.brief, Placed(around, row).only, row.often))
+    for row in rows(module.own, around):
+        more = filter(None, (row.brief, row.only, row.often))
         name, dtype = f"{indent}  - {', '.join(more)}", joined(row.operands)
         yield (name, dtype, *figures(row), row.line)
     for child in module.children:
