@@ -34,6 +34,8 @@ ADDING = _names(
 CARRYING = ADDING | _names("add add_any select_n sub")
 # Their gradient adds up.
 REPEATING = ENLARGING | _names("dynamic_slice gather pbroadcast pvary")
+# The gradients of elements in several of their windows add up.
+POOLS = _names("reduce_window_max reduce_window_min")
 REDUCTIONS = _names(
     "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum",
     "reduce_xor",
@@ -67,6 +69,7 @@ CHEAP = (
     | COMPARISONS
     | LOGICAL
     | ARITHMETIC
+    | POOLS
     | (REDUCTIONS - _names("argmax argmin reduce_prod reduce_xor"))
     | _names(
         "broadcast_in_dim concatenate convert_element_type custom_jvp_call gather iota",

@@ -16,6 +16,7 @@ TERMS = 20_000
 LOW = {"gpu": jnp.float16, "cpu": jnp.bfloat16}
 SUMS = ("add_any", "cumsum", "cumprod", "psum", "psum_invariant", "reduce_scatter")
 SUMS += ("reduce_sum", "reduce_window_sum", "scatter-add", "scatter-mul", "scatter-sub")
+SUMS += ("select_and_scatter_add",)
 ROWS = np.zeros(TERMS, int)
 
 each_device = pytest.mark.parametrize("device", LOW)
@@ -145,6 +146,20 @@ def test_the_gradient_of_what_is_repeated_is_rounded_once(name, device):
     gradient = jax.grad(loss)
     exact = np.float64(weights).sum()
     assert_rounded_once(jax.jit(gradient)(jnp.ones(1)), exact, LOW[device])
+    assert_added_in_float32(traced(gradient, jnp.ones(1)))
+
+
+@each_device
+def test_the_gradient_of_a_pool_whose_windows_overlap_is_rounded_once(device):
+    size, low = 200, LOW[device]
+    weights = values(low, size)
+    pad = [(size - 1, size - 1)]
+    fn = in_16_bits(
+        lambda h: lax.reduce_window(h, -jnp.inf, lax.max, (size,), (1,), pad), device
+    )
+    assert jax.eval_shape(fn, jnp.ones(1)).dtype == low
+    gradient = jax.grad(lambda x: jnp.sum(fn(x).astype(jnp.float32) * weights))
+    assert_rounded_once(gradient(jnp.ones(1)), np.float64(weights).sum(), low)
     assert_added_in_float32(traced(gradient, jnp.ones(1)))
 
 

@@ -1,6 +1,7 @@
 """Equations without inner programs: choose dtypes, cast the operands, bind, round."""
 
 import math
+import operator
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -69,6 +70,9 @@ def _adds_up(eqn: JaxprEqn, operands: Values) -> bool:
     name = eqn.primitive.name
     if _carried_sum(eqn, operands):
         return True
+    if name in _primitives.POOLS:
+        sizes, strides = eqn.params["window_dimensions"], eqn.params["window_strides"]
+        return operands[0].eligible and any(map(operator.gt, sizes, strides))
     if name not in _primitives.REPEATING:
         return name in _primitives.ADDING and any(v.eligible for v in operands)
     size = math.prod(_dtypes.shape_of(eqn.outvars[0]))
