@@ -350,11 +350,16 @@ def test_blocks_of_other_sizes_or_lines_are_not_alike():
             with jax.named_scope(f"block_{i}"):
                 z @ z.T
         with jax.named_scope("block_3"):
-            return x @ x.T
+            z = x @ x.T
+        for i in range(2):
+            with jax.named_scope(f"norm_{i}"):
+                z = jnp.tanh(z)[: 2 - i]
+        return z
 
     modules = jamp.explain(fn)(X, X[:1]).to_dict()["modules"]["modules"]
-    names = [module["names"] for module in modules if module["figures"]["matmuls"]]
-    assert names == [["block_0", "block_1"], ["block_2"], ["block_3"]]
+    names = [module["names"] for module in modules if "fn()" not in module["names"]]
+    blocks = [["block_0", "block_1"], ["block_2"], ["block_3"]]
+    assert names == [*blocks, ["norm_0"], ["norm_1"]]
 
 
 def test_operations_of_a_librarys_attention_show_its_line_beside_the_users(decoder):

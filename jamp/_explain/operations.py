@@ -70,9 +70,11 @@ class Operation:
         return self.record.is_product
 
     @property
-    def product(self) -> tuple[tuple[object, ...], ...]:
-        """The shapes of a matmul's operands."""
-        return tuple(map(_dtypes.shape_of, self.record.eqn.invars)) * self.matmul
+    def shapes(self) -> tuple[tuple[object, ...], ...]:
+        """Of a matmul's operands, or else of the results, but for scalars."""
+        eqn = self.record.eqn
+        found = map(_dtypes.shape_of, eqn.invars if self.matmul else eqn.outvars)
+        return tuple(filter(None, found))
 
     @property
     def decided(self) -> bool:
@@ -214,7 +216,7 @@ def module_of(
     """A module of operations; the first `depth` parts of their paths lead to it.
 
     Modules inside it are alike if their names differ by a number, and what they hold
-    stands on the same lines, with products of the same shapes.
+    stands on the same lines, and makes arrays of the same shapes.
     """
     own: list[Operation] = []
     below: dict[str, list[Operation]] = {}
@@ -226,10 +228,12 @@ def module_of(
     alike: dict[Any, list[str]] = {}
     for name, ops in below.items():
         stem = _stem(name)
-        held = {
-            (*map(_stem, op.path[depth + 1 :]), op.location, op.product) for op in ops
-        }
-        key = name if stem == name else (stem, frozenset(held))
+        held = frozenset(
+            (*map(_stem, op.path[depth + 1 :]), op.location, op.shapes)
+            for op in ops
+            if op.shapes
+        )
+        key = name if stem == name else (stem, held)
         alike.setdefault(key, []).append(name)
     children = []
     for group in alike.values():
