@@ -1,7 +1,7 @@
 # `make train` runs the example, in a minute, `make test` every check, `make test-slow` the
 # long runs that it leaves out, `make docs` writes the documentation to site/. Each first
 # sets up what it needs in a virtual environment: .venv, or .venv-3.x when PYTHON names
-# another Python.
+# another Python; `make setup` does no more than that, for the tests.
 
 PYTHON ?= python3
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
@@ -24,18 +24,20 @@ export PIP_NO_INPUT := 1
 # Packages are installed without bytecode; Python writes it where it imports them.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test test-slow docs clean
+.PHONY: train setup test test-slow docs clean
 
 train: $(VENV)/.installed-$(VERSION)-examples
 	$(BIN)/python examples/digits.py
 
-test: $(VENV)/.installed-$(VERSION)-test
+setup: $(VENV)/.installed-$(VERSION)-test
+
+test: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy --strict jamp tests/typing_examples.py
 	$(BIN)/pytest -n 2 --dist worksteal -m '$(MARKED)'
 
-test-slow: $(VENV)/.installed-$(VERSION)-test
+test-slow: setup
 	$(BIN)/pytest -n 2 --dist worksteal -m slow
 
 docs: $(VENV)/.installed-$(VERSION)-docs

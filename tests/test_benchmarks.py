@@ -19,7 +19,7 @@ from rivals.flax_program import FlaxProgram
 from rivals.flax_rivals import FlaxRival, flax_rivals
 from subjects import SUBJECTS, make_subject
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.numbers
 
 X, W = np.ones((4, 3), np.float32), np.ones((3, 5), np.float32)
 BF16 = jnp.bfloat16

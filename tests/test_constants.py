@@ -221,6 +221,7 @@ def compare(found: tuple[Row, list[Any], list[Any], list[Any]]) -> None:
             assert interval.least <= np.abs(numbers[numbers != 0]).min(initial=np.inf)
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("name", FORMS | INDEXED)
 def test_constants_hold_the_numbers_that_jax_computes(name):
     table = rows(name)

@@ -153,6 +153,7 @@ def test_a_linear_program_is_transposed_in_16_bits(name, device):
     assert_near(actual, transposed(LINEAR[name], LINEAR[name]), device)
 
 
+@pytest.mark.numbers
 # A program with a cast to 16 bits of its own has no differences worth comparing with.
 @pytest.mark.parametrize(
     "name", [name for name in FORWARD if name != "cond_over_mixed_dtypes"]

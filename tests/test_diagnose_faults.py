@@ -11,7 +11,7 @@ import pytest
 
 import jamp
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.numbers
 
 # Twenty roundings: these programs are a few operations long.
 CLOSE = {name: 20 * float(jnp.finfo(name).eps) for name in ("float16", "bfloat16")}

@@ -13,7 +13,7 @@ from models import MODELS, make_task
 
 import jamp
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.numbers
 
 LOSS_SCALE = {"float16": 2.0**10, "bfloat16": 1.0}
 

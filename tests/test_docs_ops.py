@@ -11,6 +11,8 @@ from torch_parity import DATA, OPS, differences
 
 import jamp
 
+pytestmark = pytest.mark.once
+
 ROOT = Path(__file__).parents[1]
 SPEC = importlib.util.spec_from_file_location("ops_page", ROOT / "docs/generate_ops.py")
 ops_page = importlib.util.module_from_spec(SPEC)

@@ -20,6 +20,7 @@ def unsafe(idiom):
     return {case.key for case in found if not case.safe}
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize(
     "name",
     [

@@ -109,6 +109,7 @@ def assert_sound(harnesses, device, compiled=False):
     assert not found, "\n".join(found)
 
 
+@pytest.mark.once
 @each_device
 @each_group
 def test_a_case_of_each_dtype_is_near_plain_jax(group, device):
@@ -123,6 +124,7 @@ def test_every_case_is_near_plain_jax(group, device):
     jax.clear_caches()  # thousands of programs
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "groups",
     [SAMPLE, pytest.param(HARNESSES, marks=pytest.mark.slow)],

@@ -293,6 +293,7 @@ def test_gradients_have_the_dtypes_of_their_leaves_and_are_near(program, device)
     assert distance(actual, reference(program.name)[1]) <= 16 * EPSILON[device]
 
 
+@pytest.mark.numbers
 @every_differentiable
 def test_gradients_of_16_bit_leaves_are_16_bit(program):
     # Not float16: JAX's attention asks for an algorithm that CPUs do not have.

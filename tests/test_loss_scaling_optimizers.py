@@ -123,6 +123,7 @@ def assert_close(a, b):
 OVERFLOWS = (0, 3, 4, 7)
 
 
+@pytest.mark.numbers
 @each_optimizer
 def test_the_run_is_the_optimizers_own_without_the_skipped_steps(name):
     inner = optax.with_extra_args_support(OPTIMIZERS[name]())

@@ -97,6 +97,7 @@ def test_the_comparison_notices_what_only_one_side_has():
             assert_finite_where([np.array(wrong)], y)
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("fully_masked", [False, True], ids=["some", "whole row"])
 @every_softmax
 @every_masking

@@ -94,6 +94,7 @@ def running_mean(losses):
     return np.cumsum(losses) / np.arange(1, len(losses) + 1)
 
 
+@pytest.mark.numbers
 @each_training
 @each_model
 def test_the_loss_follows_that_of_float32(name, device):
@@ -103,6 +104,7 @@ def test_the_loss_follows_that_of_float32(name, device):
     np.testing.assert_allclose(running_mean(low), running_mean(full), rtol=0.01)
 
 
+@pytest.mark.numbers
 @each_training
 @each_model
 def test_the_model_learns_as_it_does_in_float32(name, device):
@@ -110,12 +112,14 @@ def test_the_model_learns_as_it_does_in_float32(name, device):
         assert run.losses[-3:].mean() < 0.75 * run.losses[:3].mean()
 
 
+@pytest.mark.numbers
 @each_training
 @each_model
 def test_no_gradient_overflows(name, device):
     assert train(name, device).finite
 
 
+@pytest.mark.numbers
 @each_training
 @each_model
 def test_weights_gradients_and_all_state_stay_float32(name, device):

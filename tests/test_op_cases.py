@@ -111,6 +111,7 @@ def test_a_counterpart_names_functions_that_exist():
     check_cases(check)
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_case_agrees_with_itself_in_float64(group):
     wide = {np.dtype(np.float64), np.dtype(np.complex128)}

@@ -191,6 +191,7 @@ def check_roundings(op, fn, kinds):
             assert largest(off) <= op.roundings * max(UNIT[dtype], op.unit)
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_operation_amplifies_errors_no_more_than_the_table_says(name):
     op = OPERATIONS[name]
@@ -217,6 +218,7 @@ def run(name, times):
     settings(max_examples=times * examples)(given(strategy)(check))()
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", CHECKS)
 def test_random_programs_keep_the_laws(name):
     run(name, 1)

@@ -72,6 +72,7 @@ def assert_steps(actual, trace, steps):
         assert bits(np.asarray(found)[steps]) == bits(expected[steps])
 
 
+@pytest.mark.numbers
 @each_trace
 @pytest.mark.parametrize("how", TRANSITIONS)
 def test_a_transition_is_torchs(trace, how):
@@ -83,6 +84,7 @@ def test_a_transition_is_torchs(trace, how):
     assert_steps(after, kept, np.ones(steps.sum(), bool))
 
 
+@pytest.mark.numbers
 @each_trace
 @pytest.mark.parametrize("how", RUNS)
 def test_a_run_is_torchs_until_the_scale_is_denormal(trace, how):

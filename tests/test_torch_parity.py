@@ -209,6 +209,7 @@ def tolerance_of(op, kind, low, program):
     return factor * TOLERANCE[dtype.name] * math.sqrt(summed(program))
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("kind", KINDS)
 @each_group
 def test_values_are_as_accurate_as_their_dtypes(group, kind):

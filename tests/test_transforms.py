@@ -126,6 +126,7 @@ def all_float32():
     return policy.with_rules(float32=lowered)
 
 
+@pytest.mark.numbers
 def test_numerical_derivatives_agree_under_an_all_float32_policy():
     fn = jamp.autocast(loss, policy=all_float32())
     check_grads(fn, (W,), order=2, modes=("fwd", "rev"), atol=5e-2, rtol=5e-2)

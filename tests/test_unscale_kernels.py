@@ -116,6 +116,7 @@ POISONINGS = [
 ]
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize(("value", "leaf"), POISONINGS)
 def test_one_number_that_is_not_finite_is_found_anywhere(kernel, value, leaf):
     leaves = filled(SOME())
@@ -145,6 +146,7 @@ def test_the_check_alone_reads_and_writes_nothing(kernel):
     assert not_finite == 0
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize(("name", "multiple"), [("triton", 1), ("mosaic_gpu", 64)])
 def test_random_trees_come_out_bit_for_bit(name, multiple):
     kernel = load(name)
