@@ -343,6 +343,17 @@ def test_blocks_inside_blocks_that_are_alike_are_one():
     assert all(line.startswith("transpose ") for line in marked)
 
 
+def test_the_first_of_haikus_modules_has_no_number_and_is_alike():
+    def fn(x):
+        for name in ("linear", "linear_1", "linear_2", "linear_3"):
+            with jax.named_scope(name):
+                x = x @ x.T @ x
+        return x
+
+    (module, *_) = jamp.explain(fn)(X).modules.children
+    assert module.name == "linear, linear_1 ... linear_3, the same 4 times"
+
+
 def test_blocks_of_other_sizes_or_lines_are_not_alike():
     @jax.jit
     def fn(x, y):

@@ -225,16 +225,14 @@ def module_of(
             below.setdefault(op.path[depth], []).append(op)
         else:
             own.append(op)
-    alike: dict[Any, list[str]] = {}
+    alike: dict[tuple[str, Any], list[str]] = {}
     for name, ops in below.items():
-        stem = _stem(name)
         held = frozenset(
             (*map(_stem, op.path[depth + 1 :]), op.location, op.shapes)
             for op in ops
             if op.shapes
         )
-        key = name if stem == name else (stem, held)
-        alike.setdefault(key, []).append(name)
+        alike.setdefault((_stem(name), held), []).append(name)
     children = []
     for group in alike.values():
         inside = tuple(op for name in group for op in below[name])
@@ -244,7 +242,7 @@ def module_of(
 
 
 def _stem(name: str) -> str:
-    return name.rstrip(digits)
+    return name.rstrip(digits).rstrip("_")  # Haiku's first one has no number
 
 
 def spans(names: Iterable[str]) -> str:
@@ -254,7 +252,7 @@ def spans(names: Iterable[str]) -> str:
     """
     found: list[list[str]] = []
     for name in names:
-        stem = _stem(name)
+        stem = name.rstrip(digits)
         number = name[len(stem) :]
         if found and number and found[-1][-1] == f"{stem}{int(number) - 1}":
             found[-1].append(name)
