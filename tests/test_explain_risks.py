@@ -68,7 +68,17 @@ def softmax_without_maximum(h):
     return (weights @ W) / weights.sum(-1, keepdims=True)
 
 
+def norm_by_einsum(h):
+    return h / jnp.sqrt(jnp.einsum("...d,...d->...", h, h))[..., None]
+
+
+def energy(h):
+    return 0.5 * jnp.vdot(h, h)
+
+
 GROWING = {
+    norm_by_einsum: "dot_general",
+    energy: "dot_general",
     square_in_a_product: "mul",
     power_in_a_product: "integer_pow",
     cube_in_a_branch: "mul",

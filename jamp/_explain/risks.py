@@ -27,7 +27,7 @@ _SUMS = _primitives.MATMULS | {"cumsum", "reduce_sum", "reduce_window_sum"}
 _LINEAR = _KEEPING | _SUMS | {"add", "div", "mul", "sub"}
 _BOUNDED = frozenset("cos erf logistic sin tanh".split())
 _ADVICE = {
-    "square": "may leave its range: compute in float32 what reads it",
+    "square": "may leave its range: compute it and what reads it in float32",
     "exponential": "may leave its range: subtract the maximum first",
 }
 
@@ -141,15 +141,18 @@ def _facts(eqn: JaxprEqn, operands: Sequence[Facts], where: str) -> Facts:
     if name in ("exp", "exp2"):
         safe = {"bounded", "falling"} & common.keys()
         return {"bounded": ""} if safe else {"exponential": where}
-    if _power(eqn) >= 2:
-        return {"bounded": ""} if bounded else {"square": where}
+    if name == "reshape":
+        return {**operands[0], "reshaped": str(id(eqn.invars[0]))}
+    if _power(eqn, operands) >= 2:
+        sums = {"sum": ""} if name in _SUMS else {}
+        return {"bounded": ""} if bounded else {"square": where, **sums}
     if name in _BOUNDED:
         return {"bounded": ""}
     if name in ("clamp", "min") and len(varying) < len(taken):
         return {"falling": ""}
     if name not in _LINEAR or (name == "div" and "constant" not in operands[1]):
         return {}
-    lost = {"bounded", "falling", *(["rounded"] if name in _SUMS else [])}
+    lost = {"bounded", "falling", "reshaped", *(["rounded"] if name in _SUMS else [])}
     # Who scales it down makes it fit; but who divides a sum takes a mean.
     if (name == "mul" and any("tiny" in facts for facts in taken)) or (
         name == "div" and "huge" in taken[1] and "sum" not in common
@@ -163,10 +166,13 @@ def _facts(eqn: JaxprEqn, operands: Sequence[Facts], where: str) -> Facts:
     return {**found, **{fact: "" for fact, holds in more.items() if holds}}
 
 
-def _power(eqn: JaxprEqn) -> float:
+def _power(eqn: JaxprEqn, operands: Sequence[Facts]) -> float:
     """Of what it takes, if it is a power of that alone."""
     name, (x, *others) = eqn.primitive.name, eqn.invars
     if name == "pow" and isinstance(others[0], Literal):
         return float(others[0].val)
-    same = name == "mul" and x is others[0]
-    return 2 if same or name == "square" else eqn.params.get("y") or 1
+    if name in _primitives.MATMULS | {"mul"}:
+        sources = [facts.get("reshaped") for facts in operands[:2]]
+        same = sources[0] is not None and sources[0] == sources[1]
+        return 2 if same or x is others[0] else 1
+    return 2 if name == "square" else eqn.params.get("y") or 1
