@@ -227,7 +227,7 @@ def save_figure(results: dict[str, Result], path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Result]:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--figure", type=Path, default=FIGURE, metavar="PATH")
     parser.add_argument("--quick", action="store_true", help="6 epochs, little timing")
