@@ -321,17 +321,15 @@ def _settled(
         return outcomes  # it casts by itself
     run = jax.jit(jaxpr_as_fun(program.closed), compiler_options=EXACTLY)
     rng = np.random.default_rng(0)
-
-    def nudged(array: Any) -> Any:
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            return array
-        return array * (1 + rng.choice([-1, 1], array.shape) * 2.0**-22).astype(
-            np.float32
-        )
-
+    nudged = [
+        array * (1 + 2.0**-22 * rng.choice([-1, 1], array.shape).astype(array.dtype))
+        if jnp.issubdtype(array.dtype, jnp.floating)
+        else array
+        for array in program.arrays
+    ]
     found = []
     with np.errstate(all="ignore"):
-        runs = (results, run(*program.arrays), run(*map(nudged, program.arrays)))
+        runs = (results, run(*program.arrays), run(*nudged))
         each = zip(outcomes, *(_floating(program, r) for r in runs), strict=True)
         for old, (*_, value), (*_, plain), (*_, other) in each:
             plain = np.asarray(plain)

@@ -150,11 +150,8 @@ class Row(Counted):
     @property
     def location(self) -> str:
         """The user's line, and the one of a library that it led to."""
-        return " > ".join(filter(None, (self.line, _line_of(self.first.library))))
-
-    @property
-    def line(self) -> str:
-        return _line_of(self.first.location)
+        lines = map(line_of, (self.first.location, self.first.library))
+        return " > ".join(filter(None, lines))
 
     @property
     def code(self) -> str:
@@ -223,7 +220,7 @@ def place(row: Row, path: str = "") -> str:
     return " ".join(filter(None, (row.only, path, row.location))) or "-"
 
 
-def _line_of(found: Location | None) -> str:
+def line_of(found: Location | None) -> str:
     return f"{Path(found.file).name}:{found.line}" if found else ""
 
 
@@ -317,7 +314,7 @@ def _modules(
     for row in rows(module.own, around):
         more = filter(None, (row.brief, row.only, row.often))
         name, dtype = f"{indent}  - {', '.join(more)}", joined(row.operands)
-        yield (name, dtype, *figures(row), row.line)
+        yield (name, dtype, *figures(row), line_of(row.first.location))
     for child in module.children:
         yield from _modules(child, (*around, child))
 
