@@ -289,9 +289,30 @@ def added_in_nested_loops(h):
     )[0]
 
 
+def added_in_a_branch(h):
+    def step(total, x):
+        return jax.lax.cond(x > 0, lambda: total + x, lambda: total), total
+
+    return lax.scan(step, h[0], h[1:])[0]
+
+
 def scattered_in_turn(h):
     start = h[:1] * 0
     return lax.scan(lambda c, x: (c.at[0].add(x), None), start, h)[0]
+
+
+@each_device
+def test_what_a_loop_averages_is_rounded_once(device):
+    low = LOW[device]
+    x = jnp.stack([values(low, 2000, 1.0)] * 2, 1)
+
+    def fn(h):
+        step = lambda c, x: (0.995 * c + x / 200, None)  # noqa: E731
+        return lax.scan(step, h[0], h[1:])[0]
+
+    found = jamp.autocast(lambda x: fn(x @ jnp.eye(2)), device_type=device)(x)
+    assert found.dtype == low
+    assert_rounded_once(found, fn(x), low)
 
 
 LOOPS = {
@@ -300,6 +321,7 @@ LOOPS = {
     "while_loop": added_while,
     "jit": added_by_a_jitted_step,
     "nested": added_in_nested_loops,
+    "branch": added_in_a_branch,
     "scatter": scattered_in_turn,
 }
 

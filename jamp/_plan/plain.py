@@ -82,7 +82,11 @@ def _adds_up(eqn: JaxprEqn, operands: Values) -> bool:
 
 def _carried_sum(eqn: JaxprEqn, operands: Values) -> DType | None:
     """The dtype that readers see of a loop's sum to which an equation adds, if any."""
-    if eqn.primitive.name not in _primitives.CARRYING:
+    name = eqn.primitive.name
+    # A factor that is no number would have the float32 saved for its gradient.
+    factors = {"mul": operands, "div": operands[1:]}.get(name, ())
+    scales = any(value.follows or value.rank == 0 for value in factors)
+    if name not in _primitives.CARRYING and not scales:
         return None
     return next(filter(None, (value.traits.sums for value in operands)), None)
 

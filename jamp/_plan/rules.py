@@ -162,9 +162,11 @@ def plan_while(equation: Equation) -> list[Value]:
 @structural("cond")
 def plan_cond(equation: Equation) -> list[Value]:
     """Plans a conditional or switch; its branches meet at the widest dtypes."""
-    inputs = equation.operands[1:]
+    index, *inputs = [value.kept for value in equation.operands]
     programs = equation.eqn.params["branches"]
     branches = [equation.inner(program, inputs) for program in programs]
+    for branch in branches:
+        branch.results = [value.kept for value in branch.results]
     equation.note(*branches)
     if not any(branch.changed for branch in branches):
         return equation.as_traced()
@@ -174,7 +176,13 @@ def plan_cond(equation: Equation) -> list[Value]:
     ]
     for branch in branches:
         _note_casts(equation, branch, dtypes)
-    return equation.add(branches, dtypes)
+    # Sums are those to which a branch adds.
+    given = {value.number for branch in branches for value in branch.inputs}
+    traits = []
+    for options in zip(*(branch.results for branch in branches), strict=True):
+        sums = [v.traits.sums for v in options if v.number not in given]
+        traits.append(Traits(data=True, sums=next(filter(None, sums), None)))
+    return _seen(equation, equation.add(branches, dtypes, [index, *inputs], traits))
 
 
 def _note_casts(equation: Equation, inner: Plan, dtypes: Iterable[Any]) -> None:
