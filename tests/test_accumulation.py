@@ -17,6 +17,7 @@ LOW = {"gpu": jnp.float16, "cpu": jnp.bfloat16}
 SUMS = ("add_any", "cumsum", "cumprod", "psum", "psum_invariant", "reduce_scatter")
 SUMS += ("reduce_sum", "reduce_window_sum", "scatter-add", "scatter-mul", "scatter-sub")
 SUMS += ("select_and_scatter_add",)
+GATHERS = ("all_gather", "all_gather_invariant")
 ROWS = np.zeros(TERMS, int)
 
 each_device = pytest.mark.parametrize("device", LOW)
@@ -199,6 +200,21 @@ def test_devices_add_up_the_gradient_of_what_they_share_in_float32(device):
 
     program = traced(jax.grad(loss, 1), jnp.ones((16, 4)), jnp.ones(4))
     assert_added_in_float32(program)
+
+
+@each_device
+def test_devices_add_up_the_gradient_of_what_they_gather_in_float32(device):
+    def fn(h):
+        gather = lambda h: jnp.sin(lax.all_gather(h, "i", tiled=True))  # noqa: E731
+        return jax.shard_map(gather, mesh=mesh(), in_specs=P("i"), out_specs=P("i"))(h)
+
+    cast, x = in_16_bits(fn, device), jnp.ones((16, 4))
+    gathered = [e for e in equations(traced(cast, x)) if e.primitive.name in GATHERS]
+    assert {eqn.invars[0].aval.dtype for eqn in gathered} == {jnp.dtype(LOW[device])}
+    gradient = jax.grad(lambda x: cast(x).astype(jnp.float32).sum())
+    assert_added_in_float32(traced(gradient, x))
+    expected = jax.grad(lambda x: fn(x).sum())(x)
+    np.testing.assert_allclose(gradient(x), expected, rtol=4e-2)
 
 
 @each_device

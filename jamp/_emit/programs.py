@@ -8,7 +8,7 @@ function. This is the only place where something is planned while a plan runs.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -88,6 +88,24 @@ def emit_shard_map(emitter: Emitter, action: Structural, arrays: Arrays) -> Arra
         check_vma=params["check_vma"],
     )
     return list(function(*arrays))
+
+
+@emits("all_gather")
+@emits("all_gather_invariant")
+def emit_all_gather(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
+    return [_gathered(action.eqn, arrays[0])]
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _gathered(eqn: JaxprEqn, array: Any) -> Any:
+    """What devices gather in 16 bits, and add up the gradients of in float32."""
+    return bind(eqn, [array])[0]
+
+
+@_gathered.defjvp
+def _gathered_jvp(eqn: JaxprEqn, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    (tangent,) = bind(eqn, [convert(tangents[0], _dtypes.FLOAT32)])
+    return _gathered(eqn, *primals), convert(tangent, primals[0].dtype)
 
 
 @emits("custom_linear_solve")

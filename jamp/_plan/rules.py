@@ -16,6 +16,7 @@ from jamp._compat import scan_counts
 from jamp._dtypes import FLOAT32
 from jamp._equations import closed
 from jamp._plan.derivative_rules import trace_jvp
+from jamp._plan.plain import plan_plain
 from jamp._plan.plan import Equation, Plan
 from jamp._plan.records import Conversion
 from jamp._plan.values import Traits, Value, Values
@@ -90,6 +91,17 @@ def plan_shard_map(equation: Equation) -> list[Value]:
     if not inner.changed:
         return equation.as_traced()
     return equation.add([inner], inner.dtypes)
+
+
+@structural("all_gather", "all_gather_invariant")
+def plan_all_gather(equation: Equation) -> list[Value]:
+    """Plans a gather over devices; its emission has gradients added up in float32."""
+    (value,), rule = equation.operands, equation.caster.record.ruling.rule
+    if equation.context.linear or not value.low or rule is not Rule.PROMOTE:
+        return plan_plain(equation)
+    equation.note_operands()
+    equation.plan.changed = True
+    return equation.add([], [value.dtype])
 
 
 @structural("scan")
