@@ -211,6 +211,7 @@ def test_devices_add_up_the_gradient_of_what_they_gather_in_float32(device):
     cast, x = in_16_bits(fn, device), jnp.ones((16, 4))
     gathered = [e for e in equations(traced(cast, x)) if e.primitive.name in GATHERS]
     assert {eqn.invars[0].aval.dtype for eqn in gathered} == {jnp.dtype(LOW[device])}
+    assert "all_gather" in str(jamp.explain(cast)(x))
     gradient = jax.grad(lambda x: cast(x).astype(jnp.float32).sum())
     assert_added_in_float32(traced(gradient, x))
     expected = jax.grad(lambda x: fn(x).sum())(x)

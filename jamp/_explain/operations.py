@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn, jaxprs_in_params
 
-from jamp import _dtypes
+from jamp import _dtypes, _primitives
 from jamp._explain.residuals import Residuals, elements
 from jamp._plan.records import Entry, Origin, Record
 from jamp._plan.rules import STRUCTURAL
@@ -22,6 +22,8 @@ from jamp._policy.rules import BUILTIN, Rule
 from jamp._tracing.origin import Location, library_location, location
 from jamp._tracing.regions import Options, Scope
 
+# What calls programs, which count in its place.
+_CALLS = STRUCTURAL.keys() - _primitives.COLLECTIVES
 _LOW = frozenset(dtype.name for dtype in _dtypes.LOW_DTYPES)
 
 
@@ -80,7 +82,7 @@ class Operation:
     def decided(self) -> bool:
         """Whether anything was: not of a call that casts nothing and is not listed."""
         record = self.record
-        call = record.primitive in STRUCTURAL and not record.casts
+        call = record.primitive in _CALLS and not record.casts
         return not call or self.function is not None
 
     @property
@@ -108,7 +110,7 @@ class Operation:
         """Bytes of its results by dtype; none of a call, whose program counts."""
         found: Counter[str] = Counter()
         name = self.record.primitive
-        if name in STRUCTURAL or name == "convert_element_type":
+        if name in _CALLS or name == "convert_element_type":
             return found
         results = zip(self.record.eqn.outvars, self.record.results, strict=True)
         for var, dtype in results:
@@ -280,7 +282,7 @@ def options_inside(program: Any, scope: Scope) -> Iterator[Options]:
     """The options in force for each operation; conversions are alike under any."""
     for eqn in program.eqns:
         inside, name = scope.enter(eqn.source_info.name_stack), eqn.primitive.name
-        if name in STRUCTURAL:
+        if name in _CALLS:
             for inner in jaxprs_in_params(eqn.params):
                 yield from options_inside(inner, inside)
         elif name != "convert_element_type" and inside.region:
