@@ -15,7 +15,7 @@ from jamp import _dtypes
 from jamp._compat import under_trace
 from jamp._emit import emit
 from jamp._errors import AutocastError, AutocastTypeError
-from jamp._lowerings.lower import warn_if_slow
+from jamp._lowerings.processor import warn_if_slow
 from jamp._lru import LRU
 from jamp._plan.planner import make_plan, warn_unmatched
 from jamp._policy.policy import Policy

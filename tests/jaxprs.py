@@ -30,10 +30,15 @@ def primitives(jaxpr):
 def operand_dtypes(jaxpr, *names):
     """Operand dtypes of each equation of the named primitives."""
     return [
-        tuple(var.aval.dtype.name for var in eqn.invars)
+        tuple(var.aval.dtype.name for var in factors(eqn))
         for eqn in equations(jaxpr)
         if eqn.primitive.name in names
     ]
+
+
+def factors(eqn):
+    """The operands of an equation, without those that others are casts of."""
+    return eqn.invars[:2] if "weights" in eqn.params else eqn.invars
 
 
 def matmul_dtypes(jaxpr):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec
-from jaxprs import LOW, is_float
+from jaxprs import LOW, factors, is_float
 from programs import PROGRAMS
 
 import jamp
@@ -40,7 +40,7 @@ def executed(jaxpr, times=1):
 
 def product_flops(eqn):
     """Of a dot_general (b, m, k) x (b, k, n): the sizes multiply to b^3 (m k n)^2."""
-    left, right, result = (v.aval.size for v in (*eqn.invars, *eqn.outvars))
+    left, right, result = (v.aval.size for v in (*eqn.invars[:2], *eqn.outvars))
     if eqn.primitive.name == "conv_general_dilated":
         features = eqn.params["dimension_numbers"].rhs_spec[0]
         return 2 * result * right // eqn.invars[1].aval.shape[features]
@@ -56,7 +56,7 @@ def counted_flops(jaxpr):
         if eqn.primitive.name in MATMULS:
             flops = times * product_flops(eqn)
             total += flops
-            low += flops * all(v.aval.dtype in LOW for v in eqn.invars)
+            low += flops * all(v.aval.dtype in LOW for v in factors(eqn))
     return total, low
 
 

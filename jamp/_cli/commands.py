@@ -18,7 +18,7 @@ import jax
 
 from jamp import Diagnosis, Policy, Report, __version__, diagnose, explain
 from jamp._errors import JampError, TargetError
-from jamp._lowerings.lower import multiplies_bfloat16
+from jamp._lowerings.processor import multiplies_bfloat16
 from jamp._policy.policy import named_rules
 from jamp._tracing.origin import users_frame
 from jamp._tracing.regions import device_kind

@@ -113,5 +113,5 @@ def _emit_bind(emitter: Emitter, action: Bind, arrays: Arrays) -> Arrays:
     if action.dtypes is None:
         return bind(action.eqn, arrays)
     avals = _dtypes.all_in_dtypes(action.eqn.invars, action.dtypes)
-    primitive, params = lowering(action.eqn, avals, action.device_type)
+    primitive, params = lowering(action.eqn, avals, action.device_type, action.weights)
     return bind_primitive(primitive, params, arrays)

@@ -75,7 +75,7 @@ class _Walk:
                 pairs = zip(made, action.narrowed, strict=True)
                 return [*made, *(facts for facts, value in pairs if value is not None)]
             case Bind():
-                return self._equation(action.eqn, taken)
+                return self._equation(action.eqn, taken[: len(action.eqn.invars)])
             case Structural() if str(name) in _CALLS:
                 return self.plan(action.plans[0], taken)
             case Structural():

@@ -15,6 +15,7 @@ from jamp import _dtypes, _primitives
 from jamp._compat import frames, settings
 from jamp._dtypes import FLOAT32, DType
 from jamp._equations import contracted, holds_program
+from jamp._lowerings.lower import has_own_product
 from jamp._plan.biases import free_dims, moved, product_and_bias
 from jamp._plan.plan import Broadcast, Equation
 from jamp._plan.records import Origin, Ruling
@@ -175,9 +176,11 @@ def cast_and_bind(equation: Equation, dtypes: Dtypes) -> list[Value]:
         rounded = traits.probability and dtype in _dtypes.LOW_DTYPES
         known = traits._replace(rounded=dtype) if rounded else traits
         results.append(Value.of(var.aval, dtype, known))
-    changed = used != traced
+    lowers = caster.record.ruling.rule is Rule.LOWER
+    changed = used != traced or (lowers and has_own_product(eqn.primitive.name, used))
     caster.plan.changed |= changed
-    equation.bind(cast, results, used if changed else None)
+    weights = _weights(equation, used)
+    equation.bind(cast, results, used if changed else None, weights)
     targets = dtypes.results or (None,) * len(results)
     seen = [
         caster.cast(value, dtype, rounds=True) if dtype and value.eligible else value
@@ -186,6 +189,21 @@ def cast_and_bind(equation: Equation, dtypes: Dtypes) -> list[Value]:
     if dtypes.results and _carried_sum(eqn, operands) in dtypes.results:
         return [a.seen(b) for a, b in zip(results, seen, strict=True)]
     return seen
+
+
+def _weights(equation: Equation, used: Sequence[Any]) -> tuple[int, ...]:
+    """Which operands of a product are casts of weights.
+
+    It gives the gradients of these in float32, without rounding them to 16 bits first.
+    """
+    if not has_own_product(equation.eqn.primitive.name, used):
+        return ()
+    inputs = {value.number for value in equation.plan.inputs}
+    return tuple(
+        place
+        for place, value in enumerate(equation.operands)
+        if value.dtype == FLOAT32 and value.number in inputs and not value.traits.data
+    )
 
 
 def _operand(equation: Equation, value: Value, dtype: DType) -> Value:

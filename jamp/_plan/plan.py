@@ -60,6 +60,8 @@ class Bind(Action):
     device_type: str  # what the program is for
     read: Values  # its operands before they were cast for it
     caster: Caster
+    # Which operands are casts of weights: these, in float32, are its last operands.
+    weights: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,10 +250,18 @@ class Equation(NamedTuple):
         self.bind(self.operands, results, None)
         return results
 
-    def bind(self, cast: Values, results: Values, dtypes: Any) -> None:
+    def bind(
+        self,
+        cast: Values,
+        results: Values,
+        dtypes: Any,
+        weights: tuple[int, ...] = (),
+    ) -> None:
         """Binds the equation on operands in some dtypes, or None: as traced."""
         device_type, read = self.context.region.device_type, self.operands
-        action = Bind(cast, results, self.eqn, dtypes, device_type, read, self.caster)
+        taken = [*cast, *(read[place] for place in weights)]
+        eqn, caster = self.eqn, self.caster
+        action = Bind(taken, results, eqn, dtypes, device_type, read, caster, weights)
         self.plan.add(action)
 
     def calling(

@@ -1,0 +1,285 @@
+"""Products of jamp's own, as they are bound under autocast, against JAX's in float32.
+
+Operands are small integers, which 16 bits and their products hold exactly: results and
+gradients are equal to those of float32, not near them.
+"""
+
+import functools
+import re
+from contextlib import contextmanager
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.test_util import check_grads
+from jaxprs import equations, matmul_dtypes, traced
+
+import jamp
+from jamp._lowerings import patches, processor
+from jamp._lowerings.bilinear import product_params
+from jamp._lowerings.product import product_p
+
+W, X = jnp.ones((3, 4)), jnp.ones((5, 3))
+
+
+@contextmanager
+def processor_with(flags, folder):
+    """Has jamp take the processor for one with other instructions than it has."""
+    file = folder / "cpuinfo"
+    file.write_text(f"flags\t: {flags}\n", encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processor, "_CPU_INFO", file)
+        processor.bfloat16_instructions.cache_clear()
+        yield
+    processor.bfloat16_instructions.cache_clear()
+
+
+@pytest.fixture
+def amx(tmp_path):
+    with processor_with("avx2 avx512_bf16 amx_bf16", tmp_path):
+        yield
+
+
+@pytest.fixture(scope="module", params=["avx2", "avx2 avx512_bf16"])
+def on_processor(request, tmp_path_factory):
+    with processor_with(request.param, tmp_path_factory.mktemp("processor")):
+        yield
+
+
+def cast(fn):
+    return jamp.autocast(fn, device_type="cpu", dtype=jnp.bfloat16)
+
+
+def integers(seed, shape):
+    return np.random.default_rng(seed).integers(-2, 3, shape).astype(np.float32)
+
+
+def derivatives(fn, x, y, ct):
+    """Results, gradients, tangents and batches of a product."""
+
+    def scaled(x, y):
+        return jnp.vdot(fn(x, y).astype(jnp.float32), ct)
+
+    gradients = jax.grad(scaled, argnums=(0, 1))
+    stacked = jnp.stack([x, x - 1]), jnp.stack([y, y + 1])
+    return (
+        fn(x, y),
+        gradients(x, y),
+        jax.jvp(fn, (x, y), (jnp.sign(x), jnp.sign(y))),
+        jax.jvp(gradients, (x, y), (jnp.sign(x), jnp.sign(y))),
+        jax.vmap(fn, (0, 0))(*stacked),
+        jax.vmap(fn, (None, 0), min(ct.ndim, 1))(x, stacked[1]),
+        jax.vmap(gradients, (0, None))(stacked[0], y),
+    )
+
+
+def assert_equal_derivatives(fn, x, y):
+    ct = jnp.asarray(integers(2, jax.eval_shape(fn, x, y).shape))
+    run = jax.jit(derivatives, static_argnums=0)
+    found, expected = run(cast(fn), x, y, ct), run(fn, x, y, ct)
+    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        # What has 16 bits was rounded once.
+        np.testing.assert_array_equal(a, b.astype(a.dtype))
+
+
+@st.composite
+def layouts(draw):
+    """Two shapes and the dimension numbers of a product of arrays of these."""
+    kinds = {k: draw(st.integers(0, 3)) for k in ("batch", "left", "right", "summed")}
+    dims = {k: [(k, i) for i in range(n)] for k, n in kinds.items()}
+    lhs = draw(st.permutations(dims["batch"] + dims["left"] + dims["summed"]))
+    rhs = draw(st.permutations(dims["batch"] + dims["right"] + dims["summed"]))
+    sizes = {d: draw(st.sampled_from([0, 1, 1, 2, 3, 5])) for d in {*lhs, *rhs}}
+    shared = [draw(st.permutations(dims[kind])) for kind in ("summed", "batch")]
+    numbers = tuple(
+        (tuple(map(lhs.index, some)), tuple(map(rhs.index, some))) for some in shared
+    )
+    return tuple(sizes[d] for d in lhs), tuple(sizes[d] for d in rhs), numbers
+
+
+@pytest.mark.usefixtures("on_processor")
+@settings(max_examples=12)
+@given(layouts())
+def test_products_of_every_layout_and_their_derivatives(layout):
+    *shapes, numbers = layout
+    x, y = (jnp.asarray(integers(i, shape)) for i, shape in enumerate(shapes))
+    assert_equal_derivatives(
+        functools.partial(lax.dot_general, dimension_numbers=numbers), x, y
+    )
+
+
+NHWC = ("NHWC", "HWIO", "NHWC")
+CONVOLUTIONS = {
+    "1x1": ((2, 4, 4, 3), (1, 1, 3, 5), {}),
+    "1x1 with strides": ((2, 5, 5, 3), (1, 1, 3, 5), dict(window_strides=(2, 2))),
+    "3x3, few features": ((2, 5, 5, 3), (3, 3, 3, 5), dict(padding="SAME")),
+    "3x3, many features": ((2, 5, 5, 3), (3, 3, 3, 130), dict(padding="SAME")),
+    "strides": ((2, 7, 6, 3), (3, 3, 3, 130), dict(window_strides=(2, 3))),
+    "strides, few features": ((2, 7, 6, 3), (3, 3, 3, 2), dict(window_strides=(2, 2))),
+    "dilated window": ((2, 7, 7, 3), (2, 3, 3, 130), dict(rhs_dilation=(2, 1))),
+    "transposed": ((2, 3, 4, 3), (3, 2, 3, 130), dict(lhs_dilation=(2, 3))),
+    "both dilated": (
+        (1, 4, 4, 2),
+        (2, 2, 2, 3),
+        dict(lhs_dilation=(2, 1), rhs_dilation=(1, 2)),
+    ),
+    "padding of one side": (
+        (2, 4, 4, 3),
+        (3, 3, 3, 130),
+        dict(padding=[(0, 2), (1, 0)]),
+    ),
+    "negative padding": (
+        (2, 6, 6, 3),
+        (3, 3, 3, 130),
+        dict(padding=[(-1, 1), (0, -1)]),
+    ),
+    "groups": ((2, 4, 4, 4), (3, 3, 2, 6), dict(feature_group_count=2)),
+    "groups of the batch": ((4, 4, 4, 2), (3, 3, 2, 6), dict(batch_group_count=2)),
+    "channels first": (
+        (2, 3, 5, 5),
+        (130, 3, 2, 3),
+        dict(dimension_numbers=("NCHW", "OIHW", "NCHW")),
+    ),
+    "mixed orders": (
+        (5, 2, 4, 3),
+        (3, 2, 130, 2),
+        dict(dimension_numbers=("HNWC", "IHOW", "CWNH")),
+    ),
+    "1D": ((2, 6, 3), (3, 3, 130), dict(dimension_numbers=("NHC", "HIO", "NHC"))),
+    "3D": (
+        (1, 3, 4, 3, 2),
+        (2, 2, 2, 2, 130),
+        dict(dimension_numbers=("NDHWC", "DHWIO", "NDHWC")),
+    ),
+    "empty batch": ((0, 4, 4, 3), (3, 3, 3, 130), {}),
+    "smaller than the window": ((2, 2, 2, 3), (3, 3, 3, 130), {}),
+}
+
+
+BY_PICTURE = ("3x3, many features", "strides", "channels first", "mixed orders")
+
+
+@pytest.mark.parametrize(
+    ("name", "at_once"),
+    [*((name, 2**24) for name in CONVOLUTIONS), *((name, 64) for name in BY_PICTURE)],
+)
+@pytest.mark.usefixtures("amx")
+def test_convolutions_of_every_kind_and_their_derivatives(name, at_once, monkeypatch):
+    monkeypatch.setattr(patches, "_MOST_BYTES", at_once)
+    left, right, options = CONVOLUTIONS[name]
+    spatial = len(left) - 2
+    given = dict(window_strides=(1,) * spatial, padding=[(0, 0)] * spatial)
+    fn = functools.partial(
+        lax.conv_general_dilated,
+        **{**given, "dimension_numbers": NHWC, **options},
+    )
+    x, y = (jnp.asarray(integers(i, shape)) for i, shape in enumerate((left, right)))
+    assert_equal_derivatives(fn, x, y)
+
+
+MATRICES = {
+    "attention": ((2, 3, 2, 4), (2, 5, 2, 4), (((3,), (3,)), ((0, 2), (0, 2)))),
+    "both transposed": ((3, 2), (4, 3), (((0,), (1,)), ((), ()))),
+    "a weight's gradient": ((2, 3, 4), (2, 3, 5), (((0, 1), (0, 1)), ((), ()))),
+}
+
+
+@pytest.mark.parametrize("name", MATRICES)
+@pytest.mark.parametrize("modes", ["fwd", "rev"])
+def test_derivatives_to_second_order_agree_with_finite_differences(name, modes):
+    """In float64: 16 bits are too few for differences."""
+    left, right, numbers = MATRICES[name]
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        x, y = (jnp.asarray(rng.standard_normal(shape)) for shape in (left, right))
+        program = jax.make_jaxpr(lambda x, y: lax.dot_general(x, y, numbers))(x, y)
+        params = product_params(program.eqns[0].params, x.dtype)
+        product = functools.partial(product_p.bind, **params)
+        check_grads(product, (x, y), order=2, modes=modes)
+
+
+def gradient_of(fn):
+    return jax.grad(lambda w, x: jnp.sum(fn(x, w).astype(jnp.float32)))
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_the_gradient_of_a_weight_is_never_rounded_to_16_bits(device):
+    fn = gradient_of(jamp.autocast(jnp.matmul, device_type=device))
+    # 1 + 2^-9 fits into float32 alone.
+    x = jnp.full((513, 1), 2.0**-9)
+    gradient = jax.jit(fn)(jnp.ones((1, 1)), x)
+    assert gradient == 513 * 2.0**-9
+    program = traced(fn, jnp.ones((1, 1)), x)
+    (last,) = [e for e in equations(program) if e.primitive.name == "dot_general"][-1:]
+    assert last.outvars[0].aval.dtype == jnp.float32
+    assert set(matmul_dtypes(program)) == {(last.invars[0].aval.dtype.name,) * 2}
+
+
+def test_the_gradient_of_a_weight_that_a_loop_reads_is_not_either():
+    def repeated(x, w):
+        return lax.scan(lambda c, row: (c, row @ w), 0.0, x)[1]
+
+    found = gradient_of(cast(repeated))(W, X[None])
+    np.testing.assert_array_equal(found, gradient_of(repeated)(W, X[None]))
+
+
+POLICIES = {
+    "dots_saveable": (jax.checkpoint_policies.dots_saveable, 0),
+    "dots_with_no_batch_dims_saveable": (
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        0,
+    ),
+    "nothing_saveable": (jax.checkpoint_policies.nothing_saveable, 2),
+    "everything_saveable": (jax.checkpoint_policies.everything_saveable, 0),
+}
+
+
+@pytest.mark.parametrize("outside", [True, False], ids=["outside", "inside"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies_of_checkpoint_know_products(policy, outside):
+    def fn(w):
+        return jnp.sum(jnp.sin(jnp.sin(w @ w) @ w))
+
+    saves, again = POLICIES[policy]
+    around = functools.partial(jax.checkpoint, policy=saves)
+    both = around(cast(fn)) if outside else cast(around(fn))
+    assert len(matmul_dtypes(traced(jax.grad(both), jnp.ones((2, 2))))) == 6 + again
+
+
+def test_an_offloading_policy_keeps_products():
+    policy = jax.checkpoint_policies.offload_dot_with_no_batch_dims(
+        "device", "pinned_host"
+    )
+    fn = jax.checkpoint(cast(lambda w: jnp.sum(jnp.sin(w @ w))), policy=policy)
+    assert jax.grad(fn)(jnp.ones((2, 2))).dtype == jnp.float32
+
+
+def test_a_product_is_transposed_like_jaxs():
+    fn = cast(lambda w: X @ w)
+    (found,) = jax.linear_transpose(fn, W)(jnp.ones((5, 4), jnp.bfloat16))
+    np.testing.assert_array_equal(found, jnp.full((3, 4), 5.0))
+
+
+def test_an_exported_program_holds_no_name_of_jamps():
+    fn = jax.jit(lambda w, x: cast(jnp.matmul)(x, w))
+    exported = jax.export.export(fn)(W, X)
+    assert not re.search("jamp", exported.mlir_module().split("loc(")[0])
+    loaded = jax.export.deserialize(exported.serialize())
+    np.testing.assert_array_equal(loaded.call(W, X), fn(W, X))
+
+
+def test_products_of_symbolic_shapes_are_exported():
+    b, c = jax.export.symbolic_shape("b, c")
+    for fn, left, right in (
+        (jnp.matmul, (b, c), (c, 4)),
+        (lambda x, y: lax.conv(x, y, (1, 1), "SAME"), (b, 3, 5, 5), (4, 3, 3, 3)),
+    ):
+        arrays = [jax.ShapeDtypeStruct(s, jnp.float32) for s in (left, right)]
+        exported = jax.export.export(jax.jit(cast(fn)))(*arrays)
+        x, y = jnp.ones((2, 3, 5, 5)[: len(left)]), jnp.ones((3, 4))
+        y = y if len(left) == 2 else jnp.ones(right)
+        np.testing.assert_array_equal(exported.call(x, y), cast(fn)(x, y))
