@@ -219,6 +219,17 @@ def test_the_gradient_of_a_weight_is_never_rounded_to_16_bits(device):
     assert set(matmul_dtypes(program)) == {(last.invars[0].aval.dtype.name,) * 2}
 
 
+@pytest.mark.parametrize("flags", ["avx2", "avx2 avx512_bf16"])
+def test_the_gradient_of_a_weight_is_that_of_float32_on_several_devices(
+    flags, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    x, w = jnp.asarray(integers(0, (2, 5, 3))), jnp.asarray(integers(1, (2, 3, 4)))
+    with processor_with(flags, tmp_path):
+        found = jax.jit(gradient_of(cast(jnp.matmul)))(w, x)
+    np.testing.assert_array_equal(found, gradient_of(jnp.matmul)(w, x))
+
+
 def test_the_gradient_of_a_weight_that_a_loop_reads_is_not_either():
     def repeated(x, w):
         return lax.scan(lambda c, row: (c, row @ w), 0.0, x)[1]

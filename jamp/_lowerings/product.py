@@ -29,14 +29,15 @@ def _product_on_cpu(
         result = multiply_on_cpu(lhs, rhs, dimension_numbers, out_sharding)
         return lax.convert_element_type(result, preferred_element_type)
     # Multiplied and summed in float32: the same product, without a loop that takes its
-    # operands apart one by one. Of sharded operands XLA would send float32 copies.
+    # operands apart one by one. XLA has none of 16 bits that gives float32 elsewhere.
     slow = lhs.dtype == FLOAT16 or multiplies_bfloat16() is False
-    slow = slow and jax.device_count() == 1
+    # Of sharded operands XLA would send float32 copies.
+    wide = preferred_element_type == FLOAT32 or (slow and jax.device_count() == 1)
     return lax.dot_general(
         lhs,
         rhs,
         dimension_numbers,
-        precision=lax.DotAlgorithmPreset.F32_F32_F32 if slow else PRECISION,
+        precision=lax.DotAlgorithmPreset.F32_F32_F32 if wide else PRECISION,
         preferred_element_type=preferred_element_type,
         out_sharding=out_sharding,
     )
