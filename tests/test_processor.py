@@ -76,6 +76,17 @@ def test_the_warning_names_what_is_asked_for_and_the_users_line_in_jit(dtype, wo
     assert [warning.filename for warning in caught] == [__file__]
 
 
+def test_float16_on_a_processor_for_bfloat16_is_warned_of_once(choose_processor):
+    choose_processor(NEW)
+    fn = jamp.autocast(jnp.matmul, dtype=jnp.float16, device_type="cpu")
+    with pytest.warns(
+        jamp.JampWarning, match="products of float16.* bfloat16"
+    ) as caught:
+        fn(X, X)
+        jax.jit(fn)(X, X)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
 @pytest.mark.usefixtures("old_processor")
 @pytest.mark.parametrize("options", [{"device_type": "gpu"}, {"enabled": False}])
 def test_other_devices_and_a_disabled_autocast_warn_of_nothing(options):

@@ -18,13 +18,13 @@ import jax
 
 from jamp import Diagnosis, Policy, Report, __version__, diagnose, explain
 from jamp._errors import JampError, TargetError
-from jamp._lowerings.processor import multiplies_bfloat16
+from jamp._lowerings.processor import bfloat16_instructions, multiplies_bfloat16
 from jamp._policy.policy import named_rules
 from jamp._tracing.origin import users_frame
 from jamp._tracing.regions import device_kind
 
 _BFLOAT16 = {
-    True: "has instructions for it",
+    True: "matrix products take less time in 16 bits, the rest of a model does not",
     False: "has no instructions for it (AVX512-BF16 or AMX): 16 bits save no time",
     None: "not known",
 }
@@ -165,7 +165,11 @@ def _info(chosen: argparse.Namespace) -> tuple[list[str], int]:
     rows["policy"] = kind
     rows["dtype"] = Policy.load(kind).dtype.name
     if kind == "cpu":
-        rows["bfloat16 on this processor"] = _BFLOAT16[multiplies_bfloat16()]
+        found = ", ".join(sorted(bfloat16_instructions() or ()))
+        expected = _BFLOAT16[multiplies_bfloat16()]
+        rows["bfloat16 on this processor"] = (
+            f"{found}: {expected}" if found else expected
+        )
     width = max(map(len, rows))
     return [f"{name:{width}}  {value}" for name, value in rows.items()], 0
 

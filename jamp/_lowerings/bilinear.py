@@ -60,7 +60,8 @@ def define(
 
     Args:
       known: the product of JAX's.
-      on_cpu: what it is on CPUs, of operands in the dtype to multiply in.
+      on_cpu: what it is on CPUs, of operands in the dtype to multiply in; `wide` are
+        the operands before they were brought to it, where they are at hand.
       lhs_gradient: the cotangent of the left operand in its dtype, of the cotangent of
         the result, the operands and the parameters; and so of the right operand.
     """
@@ -98,7 +99,10 @@ def define(
 
     def run_on_cpu(lhs: Any, rhs: Any, *weights: Any, **params: Any) -> Any:
         low = [lax.convert_element_type(a, params["dtype"]) for a in (lhs, rhs)]
-        return on_cpu(*low, **of_jax(params))
+        wide = [lhs, rhs]
+        for place, weight in zip(params["weights"], weights, strict=True):
+            wide[place] = weight
+        return on_cpu(*low, wide=wide, **of_jax(params))
 
     for rule, platform in ((run, None), (run_on_cpu, "cpu")):
         lowered = mlir.lower_fun(rule, multiple_results=False)

@@ -25,9 +25,10 @@ _SHAPE = (
 )
 
 
-def _convolution_on_cpu(lhs: Any, rhs: Any, **params: Any) -> Any:
+def _convolution_on_cpu(lhs: Any, rhs: Any, *, wide: Any, **params: Any) -> Any:
     shape = {name: params[name] for name in _SHAPE}
-    return convolve_on_cpu(lhs, rhs, **shape, to=params["preferred_element_type"])
+    to = params["preferred_element_type"]
+    return convolve_on_cpu(lhs, rhs, wide=wide, **shape, to=to)
 
 
 def _of_jax(lhs: Any, rhs: Any, *, params: Mapping[str, Any]) -> Any:

@@ -40,6 +40,7 @@ def convolve_on_cpu(
     lhs: Any,
     rhs: Any,
     *,
+    wide: Sequence[Any],
     window_strides: Sequence[int],
     padding: Sequence[tuple[int, int]],
     lhs_dilation: Sequence[int],
@@ -54,6 +55,7 @@ def convolve_on_cpu(
     Args:
       lhs: the pictures.
       rhs: the weights.
+      wide: the arrays that these were cast from, if at hand, which XLA convolves.
       to: the dtype of the result.
       **others: as `jax.lax.conv_general_dilated` has them.
     """
@@ -64,11 +66,11 @@ def convolve_on_cpu(
     fast = lhs.dtype == BFLOAT16 and has_fast_products()
     if fast and known and not groups:
         if all(d == 1 for d in lhs_dilation):
-            return _convolved(lhs, rhs, shape, to)
+            return _convolved(lhs, rhs, shape, to, wide)
         if all(s == 1 for s in (*window_strides, *rhs_dilation)):
             return _by_phases(lhs, rhs, shape, lhs_dilation, to)
     if fast:
-        lhs, rhs = (lax.convert_element_type(a, FLOAT32) for a in (lhs, rhs))
+        lhs, rhs = (lax.convert_element_type(a, FLOAT32) for a in wide)
     result = lax.conv_general_dilated(
         lhs,
         rhs,
@@ -84,7 +86,7 @@ def convolve_on_cpu(
     return lax.convert_element_type(result, to)
 
 
-def _convolved(lhs: Any, rhs: Any, shape: Shape, to: DType) -> Any:
+def _convolved(lhs: Any, rhs: Any, shape: Shape, to: DType, wide: Sequence[Any]) -> Any:
     windows = [rhs.shape[d] for d in shape.dims.rhs_spec[2:]]
     outs = _out_sizes([lhs.shape[d] for d in shape.dims.lhs_spec[2:]], rhs, shape)
     by_window = math.prod(windows) <= math.prod(outs)
@@ -94,9 +96,10 @@ def _convolved(lhs: Any, rhs: Any, shape: Shape, to: DType) -> Any:
     worth = count == 1 or strided or reused >= (128 if has_amx() else 256)
     if min(outs, default=1) > 0 and count <= _MOST_SLICES and worth:
         return _in_parts(_padded(lhs, shape), rhs, shape, outs, to, by_window=by_window)
+    lhs, rhs = (lax.convert_element_type(array, FLOAT32) for array in wide)
     result = lax.conv_general_dilated(
-        lax.convert_element_type(lhs, FLOAT32),
-        lax.convert_element_type(rhs, FLOAT32),
+        lhs,
+        rhs,
         shape.strides,
         shape.padding,
         rhs_dilation=shape.dilation,
@@ -284,4 +287,4 @@ def _phase(
         sizes[out_spec[2 + at]] = size
     if rhs.size == 0:
         return jnp.zeros([sizes[d] for d in range(lhs.ndim)], to)
-    return _convolved(lhs, rhs, shape._replace(padding=padding), to)
+    return _convolved(lhs, rhs, shape._replace(padding=padding), to, (lhs, rhs))

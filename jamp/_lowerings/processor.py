@@ -47,7 +47,16 @@ def has_amx() -> bool:
 @cache
 def warn_if_slow(dtype: DType) -> None:
     """Warns, once, if JAX computes on a processor where a dtype only costs time."""
-    if jax.default_backend() == "cpu" and multiplies_bfloat16() is False:
+    if jax.default_backend() != "cpu":
+        return
+    if dtype == FLOAT16 and has_fast_products():
+        warnings.warn(
+            "this processor has no instructions for products of float16 in XLA: "
+            "autocast saves no time with it. bfloat16 is the dtype for CPUs",
+            JampWarning,
+            stacklevel=users_level(),
+        )
+    if multiplies_bfloat16() is False:
         what = "16-bit products" if dtype == FLOAT16 else "bfloat16"
         warnings.warn(
             f"this processor has no instructions for {what} (AVX512-BF16 or AMX): "

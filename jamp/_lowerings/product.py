@@ -19,12 +19,13 @@ def _product_on_cpu(
     lhs: Any,
     rhs: Any,
     *,
+    wide: Any,
     dimension_numbers: DimensionNumbers,
     precision: Any,
     preferred_element_type: Any,
     out_sharding: Any,
 ) -> Any:
-    del precision
+    del precision, wide
     if lhs.dtype == BFLOAT16 and has_fast_products():
         result = multiply_on_cpu(lhs, rhs, dimension_numbers, out_sharding)
         return lax.convert_element_type(result, preferred_element_type)
@@ -32,12 +33,13 @@ def _product_on_cpu(
     # operands apart one by one. XLA has none of 16 bits that gives float32 elsewhere.
     slow = lhs.dtype == FLOAT16 or multiplies_bfloat16() is False
     # Of sharded operands XLA would send float32 copies.
-    wide = preferred_element_type == FLOAT32 or (slow and jax.device_count() == 1)
+    in_float32 = preferred_element_type == FLOAT32
+    in_float32 = in_float32 or (slow and jax.device_count() == 1)
     return lax.dot_general(
         lhs,
         rhs,
         dimension_numbers,
-        precision=lax.DotAlgorithmPreset.F32_F32_F32 if wide else PRECISION,
+        precision=lax.DotAlgorithmPreset.F32_F32_F32 if in_float32 else PRECISION,
         preferred_element_type=preferred_element_type,
         out_sharding=out_sharding,
     )
