@@ -151,14 +151,11 @@ def _differentiate(
     ad.primitive_transposes[primitive] = transpose
 
 
-def batched(
-    primitive: Primitive,
-) -> Callable[[Operation], None]:
-    """Registers the rule for stacks of operands, at least one of which is one.
+def batched(primitive: Primitive) -> Callable[[Operation], None]:
+    """Registers the rule for stacks of operands, at least one of the two being one.
 
-    Args to the rule: the operands, the axes of the stacks, the parameters and JAX's
-    description of the axis. It returns the operands and parameters to bind instead and
-    the axis of the result.
+    The rule takes JAX's description of the axis, operands, the axes of the first two
+    and parameters; it returns the stack of results and its axis.
     """
 
     def register(rule: Operation) -> None:
