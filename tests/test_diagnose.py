@@ -123,7 +123,9 @@ def test_what_fits_is_healthy(construct):
 
 def test_the_iteration_of_an_overflow_is_told():
     def fn(x):
-        return jax.lax.scan(lambda c, _: (c * 3, None), product(x), None, length=20)[0]
+        start = product(x)
+        threes = 3 * jnp.sign(start)
+        return jax.lax.scan(lambda c, _: (c * threes, None), start, None, length=20)[0]
 
     # 300 * 3^5 is 72900, and the largest number of float16 65504.
     (finding,) = diagnose(fn)(X).findings

@@ -48,12 +48,7 @@ def of_jax(params: dict[str, Any]) -> dict[str, Any]:
     return {n: value for n, value in params.items() if n not in ("dtype", "weights")}
 
 
-def define(
-    known: Primitive,
-    on_cpu: Operation,
-    lhs_gradient: Operation,
-    rhs_gradient: Operation,
-) -> Primitive:
+def define(known: Primitive, on_cpu: Operation, *gradients: Operation) -> Primitive:
     """A product like one of JAX's.
 
     It has the name of that, so that whoever reads a program by names reads a product.
@@ -62,8 +57,8 @@ def define(
       known: the product of JAX's.
       on_cpu: what it is on CPUs, of operands in the dtype to multiply in; `wide` are
         the operands before they were brought to it, where they are at hand.
-      lhs_gradient: the cotangent of the left operand in its dtype, of the cotangent of
-        the result, the operands and the parameters; and so of the right operand.
+      *gradients: for the left and the right operand its cotangent, in its dtype, from
+        that of the result, the operands and the parameters.
     """
     primitive = Primitive(known.name)
 
@@ -107,7 +102,7 @@ def define(
     for rule, platform in ((run, None), (run_on_cpu, "cpu")):
         lowered = mlir.lower_fun(rule, multiple_results=False)
         mlir.register_lowering(primitive, lowered, platform=platform)
-    _differentiate(primitive, lhs_gradient, rhs_gradient)
+    _differentiate(primitive, *gradients)
     _save_like(primitive, known)
     return primitive
 

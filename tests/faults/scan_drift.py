@@ -1,19 +1,19 @@
-"""A moving average whose steps are smaller than float16 can resolve."""
+"""A decay whose steps are smaller than float16 can resolve."""
 
 import jax
 
 from . import Fault, normal
 
 
-def advance(average, value):
-    return 0.9995 * average + 0.0005 * value  # FAULT
+def advance(level, rate):
+    return level * (1 - 2e-5 * rate)  # FAULT
 
 
-def trajectory(w, x, values):
-    def step(average, value):
-        return advance(average, value @ w), None
+def trajectory(w, x, rates):
+    def step(level, rate):
+        return advance(level, rate @ w), None
 
-    return jax.lax.scan(step, x @ w, values)[0]
+    return jax.lax.scan(step, x @ w, rates)[0]
 
 
 def make():
