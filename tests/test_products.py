@@ -202,6 +202,18 @@ def test_derivatives_to_second_order_agree_with_finite_differences(name, modes):
         check_grads(product, (x, y), order=2, modes=modes)
 
 
+@pytest.mark.usefixtures("on_processor")
+def test_a_product_of_what_xla_transposes_runs():
+    """XLA computes cumsum along the first dimension from a transposed array."""
+    x, w = jnp.asarray(integers(0, (512, 4))), jnp.asarray(integers(1, (4, 4)))
+
+    def fn(w, x):
+        return jnp.sum(jnp.cumsum(x @ w, 0) / 512)
+
+    found, expected = (jax.jit(jax.grad(f, argnums=1))(w, x) for f in (cast(fn), fn))
+    np.testing.assert_allclose(found, expected, rtol=0.02, atol=0.02)
+
+
 def gradient_of(fn):
     return jax.grad(lambda w, x: jnp.sum(fn(x, w).astype(jnp.float32)))
 

@@ -58,6 +58,8 @@ def multiply_on_cpu(
     if len(left) == 1 and left[0] < lhs.ndim - 1:
         dimension_numbers = ((*left, lhs.ndim), (*right, rhs.ndim)), batch
         lhs, rhs = (lax.expand_dims(array, (array.ndim,)) for array in (lhs, rhs))
+    # Nor may XLA swallow a transpose in front, as one that it makes of cumsum.
+    lhs = lax.optimization_barrier(lhs)
     return lax.dot_general(
         lhs,
         rhs,
