@@ -8,7 +8,7 @@ import jax
 from jax.extend.core import JaxprEqn, Primitive
 
 from jamp import _dtypes, _primitives
-from jamp._lowerings.bilinear import product_params
+from jamp._lowerings.bilinear import PRECISION, product_params
 from jamp._lowerings.convolution import convolution_p
 from jamp._lowerings.product import product_p
 
@@ -57,7 +57,7 @@ def _lower_product(eqn: JaxprEqn, avals: Sequence[Any], device_type: str) -> Low
     params: dict[str, Any] = {"preferred_element_type": dtype}
     if dtype in _dtypes.LOW_DTYPES and eqn.params.get("precision") is not None:
         # A configured one is for float32; its transposes would take it again for None.
-        params["precision"] = (jax.lax.Precision.DEFAULT, jax.lax.Precision.DEFAULT)
+        params["precision"] = PRECISION
     return _with_params(eqn, **params)
 
 

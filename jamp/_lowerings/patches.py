@@ -71,19 +71,18 @@ def convolve_on_cpu(
             return _by_phases(lhs, rhs, shape, lhs_dilation, to)
     if fast:
         lhs, rhs = (lax.convert_element_type(a, FLOAT32) for a in wide)
-    result = lax.conv_general_dilated(
+    return _by_xla(
         lhs,
         rhs,
-        window_strides,
-        padding,
-        lhs_dilation,
-        rhs_dilation,
-        dimension_numbers,
-        feature_group_count,
-        batch_group_count,
-        precision=PRECISION,
+        to,
+        window_strides=window_strides,
+        padding=padding,
+        lhs_dilation=lhs_dilation,
+        rhs_dilation=rhs_dilation,
+        dimension_numbers=dimension_numbers,
+        feature_group_count=feature_group_count,
+        batch_group_count=batch_group_count,
     )
-    return lax.convert_element_type(result, to)
 
 
 def _convolved(lhs: Any, rhs: Any, shape: Shape, to: DType, wide: Sequence[Any]) -> Any:
@@ -97,15 +96,19 @@ def _convolved(lhs: Any, rhs: Any, shape: Shape, to: DType, wide: Sequence[Any])
     if min(outs, default=1) > 0 and count <= _MOST_SLICES and worth:
         return _in_parts(_padded(lhs, shape), rhs, shape, outs, to, by_window=by_window)
     lhs, rhs = (lax.convert_element_type(array, FLOAT32) for array in wide)
-    result = lax.conv_general_dilated(
+    return _by_xla(
         lhs,
         rhs,
-        shape.strides,
-        shape.padding,
+        to,
+        window_strides=shape.strides,
+        padding=shape.padding,
         rhs_dilation=shape.dilation,
         dimension_numbers=shape.dims,
-        precision=PRECISION,
     )
+
+
+def _by_xla(lhs: Any, rhs: Any, to: DType, **params: Any) -> Any:
+    result = lax.conv_general_dilated(lhs, rhs, **params, precision=PRECISION)
     return lax.convert_element_type(result, to)
 
 
@@ -278,8 +281,7 @@ def _phase(
     sizes = {out_spec[0]: lhs.shape[lhs_spec[0]], out_spec[1]: rhs.shape[rhs_spec[0]]}
     for at, (phase, dilation, size) in enumerate(phases):
         low, _ = shape.padding[at]
-        first = (low - phase) % dilation
-        first = min(first, rhs.shape[rhs_spec[2 + at]])
+        first = min((low - phase) % dilation, rhs.shape[rhs_spec[2 + at]])
         rhs = lax.slice_in_dim(rhs, first, None, dilation, axis=rhs_spec[2 + at])
         low = (low - phase - first) // dilation
         taps = rhs.shape[rhs_spec[2 + at]]
