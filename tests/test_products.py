@@ -214,6 +214,15 @@ def test_a_product_of_what_xla_transposes_runs():
     np.testing.assert_allclose(found, expected, rtol=0.02, atol=0.02)
 
 
+def test_a_transpose_behind_leaves_a_product_in_the_layout_with_instructions(tmp_path):
+    """XLA would swap the operands to swallow it."""
+    x, w = jnp.ones((16, 32)), jnp.ones((32, 64))
+    with processor_with("avx2 avx512_bf16", tmp_path):
+        fn = jax.jit(cast(lambda w, x: (x @ w).T))
+        compiled = fn.lower(w, x).compile().as_text()
+    assert re.findall(r"lhs_contracting_dims=(\S+),", compiled) == ["{1}"]
+
+
 def gradient_of(fn):
     return jax.grad(lambda w, x: jnp.sum(fn(x, w).astype(jnp.float32)))
 

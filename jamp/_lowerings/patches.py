@@ -160,22 +160,22 @@ def _in_parts(
     )
     multiply = partial(_by_product, shape=shape, outs=outs, by_window=by_window)
     if part == pictures or min(math.prod(windows), math.prod(outs)) == 1:
-        return lax.convert_element_type(multiply(lhs, rhs), to)
+        return multiply(lhs, rhs, to)
     starts = jnp.arange(0, pictures, part)
 
     def some(array: Any, start: Any, axis: int) -> Any:
         return lax.dynamic_slice_in_dim(array, start, part, axis)
 
     if by_window:
-        parts = lax.map(lambda n: multiply(some(lhs, n, axis), rhs).astype(to), starts)
+        parts = lax.map(lambda n: multiply(some(lhs, n, axis), rhs, to), starts)
         return _merged(jnp.moveaxis(parts, 0, out_spec[0]), out_spec[0])
 
     def add(total: Any, start: Any) -> tuple[Any, None]:
         factors = some(lhs, start, axis), some(rhs, start, rhs_spec[1])
-        return total + multiply(*factors), None
+        return total + multiply(*factors, FLOAT32), None
 
-    first = jax.eval_shape(multiply, lhs, rhs)
-    total, _ = lax.scan(add, jnp.zeros(first.shape, first.dtype), starts)
+    first = jax.eval_shape(partial(multiply, to=FLOAT32), lhs, rhs)
+    total, _ = lax.scan(add, jnp.zeros(first.shape, FLOAT32), starts)
     return lax.convert_element_type(total, to)
 
 
@@ -186,9 +186,9 @@ def _merged(array: Any, axis: int) -> Any:
 
 
 def _by_product(
-    lhs: Any, rhs: Any, *, shape: Shape, outs: Sequence[int], by_window: bool
+    lhs: Any, rhs: Any, to: DType, *, shape: Shape, outs: Sequence[int], by_window: bool
 ) -> Any:
-    """Patches of padded pictures times the weights, in float32.
+    """Patches of padded pictures times the weights.
 
     A patch is a slice for each place in the window or, if there are fewer, for each
     place in the result; the slices are stacked along a new dimension.
@@ -212,13 +212,13 @@ def _by_product(
         flat = lax.transpose(rhs, (*window, into, out))
         flat = flat.reshape(len(taken), flat.shape[-2], flat.shape[-1])
         numbers: Any = ((at, feature), (0, 1)), ((), ())
-        result = multiply_on_cpu(patches, flat, numbers)
+        result = multiply_on_cpu(patches, flat, numbers, to)
         kept = [batch, *spatial]
         where = [sorted(kept).index(d) for d in kept]
         order = [where[0], len(kept), *where[1:]]
     else:
         numbers = ((feature, *spatial), (into, *window)), ((), ())
-        result = multiply_on_cpu(patches, rhs, numbers)
+        result = multiply_on_cpu(patches, rhs, numbers, to)
         # The stacked dimension stands beside that of the batch.
         stack = 0 if at < batch else 1
         rest = result.shape[stack + 1 :]

@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 
 import jax
+import jaxlib
 
 from jamp._dtypes import FLOAT16, DType
 from jamp._errors import JampWarning
@@ -38,6 +39,14 @@ def multiplies_bfloat16() -> bool | None:
 def has_fast_products() -> bool:
     """Whether XLA multiplies bfloat16 matrices with instructions of this processor."""
     return not _OF_X86.isdisjoint(bfloat16_instructions() or ())
+
+
+def rounds_products() -> bool:
+    """Whether XLA writes products of bfloat16 in bfloat16 as fast as in float32.
+
+    Then that takes less memory. It does not where it was measured on AMX.
+    """
+    return jaxlib.version.__version_info__ >= (0, 11) and not has_amx()
 
 
 def has_amx() -> bool:

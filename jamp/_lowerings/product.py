@@ -7,9 +7,13 @@ import jax
 import numpy as np
 from jax import lax
 
-from jamp._dtypes import BFLOAT16, FLOAT16, FLOAT32
+from jamp._dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from jamp._lowerings.bilinear import PRECISION, batched, define
-from jamp._lowerings.processor import has_fast_products, multiplies_bfloat16
+from jamp._lowerings.processor import (
+    has_fast_products,
+    multiplies_bfloat16,
+    rounds_products,
+)
 
 Dims = tuple[int, ...]
 DimensionNumbers = tuple[tuple[Dims, Dims], tuple[Dims, Dims]]
@@ -27,8 +31,8 @@ def _product_on_cpu(
 ) -> Any:
     del precision, wide
     if lhs.dtype == BFLOAT16 and has_fast_products():
-        result = multiply_on_cpu(lhs, rhs, dimension_numbers, out_sharding)
-        return lax.convert_element_type(result, preferred_element_type)
+        to = preferred_element_type
+        return multiply_on_cpu(lhs, rhs, dimension_numbers, to, out_sharding)
     # Multiplied and summed in float32: the same product, without a loop that takes its
     # operands apart one by one. XLA has none of 16 bits that gives float32 elsewhere.
     slow = lhs.dtype == FLOAT16 or multiplies_bfloat16() is False
@@ -46,28 +50,43 @@ def _product_on_cpu(
 
 
 def multiply_on_cpu(
-    lhs: Any, rhs: Any, dimension_numbers: DimensionNumbers, out_sharding: Any = None
+    lhs: Any,
+    rhs: Any,
+    dimension_numbers: DimensionNumbers,
+    to: DType,
+    out_sharding: Any = None,
 ) -> Any:
-    """A product of bfloat16 arrays in float32, with the processor's instructions.
+    """A product of bfloat16 arrays, added up in float32, by fast instructions.
 
     XLA takes them only where the contracted dimension of the left operand is its last.
     It transposes one that is not, instead of failing or going through a loop, if the
     operands have a dimension of size one more.
+
+    Args:
+      lhs: the left operand.
+      rhs: the right operand.
+      dimension_numbers: as `jax.lax.dot_general` has them.
+      to: the dtype of the result.
+      out_sharding: the result's, where types have one.
     """
     (left, right), batch = dimension_numbers
     if len(left) == 1 and left[0] < lhs.ndim - 1:
         dimension_numbers = ((*left, lhs.ndim), (*right, rhs.ndim)), batch
         lhs, rhs = (lax.expand_dims(array, (array.ndim,)) for array in (lhs, rhs))
-    # Nor may XLA swallow a transpose in front, as one that it makes of cumsum.
-    lhs = lax.optimization_barrier(lhs)
-    return lax.dot_general(
-        lhs,
+    rounded = to == BFLOAT16 and rounds_products()
+    result = lax.dot_general(
+        # Nor may XLA swallow a transpose in front, as one that it makes of cumsum, nor
+        # one behind, for which it would swap the operands.
+        lax.optimization_barrier(lhs),
         rhs,
         dimension_numbers,
         precision=PRECISION,
-        preferred_element_type=FLOAT32,
+        preferred_element_type=to if rounded else FLOAT32,
         out_sharding=out_sharding,
     )
+    if rounded:
+        return lax.optimization_barrier(result)
+    return lax.convert_element_type(result, to)
 
 
 def _others(ndim: int, *dims: Sequence[int]) -> list[int]:
