@@ -1,12 +1,12 @@
 """The smallest set of changes that cures a program, found by running it again."""
 
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from string import digits
 from types import CodeType
 from typing import Any
 
@@ -18,7 +18,7 @@ from jamp._diagnose.program import Settings, Subject
 from jamp._dtypes import BFLOAT16, FLOAT16, narrow
 from jamp._policy.functions import Function
 from jamp._tracing import trace
-from jamp._tracing.origin import is_users
+from jamp._tracing.origin import is_users, stem_of
 from jamp._tracing.regions import Options
 
 # A suggested loss scale leaves room for gradients that are larger.
@@ -341,17 +341,18 @@ def _for_all(change: Change, examination: Examination) -> str:
     """The rule for all modules that are alike, where one of several is cured."""
     if change.kind != "scope":
         return ""
-    stem = change.value.rpartition("/")[2].rstrip(digits)
-    pattern = f"{stem}*" if change.value[-1] in digits else stem
+    stem = stem_of(change.value.rpartition("/")[2])
     alike = {
         measured.scope[:depth]
         for measured in examination.measured
         for depth, name in enumerate(measured.scope, 1)
-        if name.rstrip(digits) == stem
+        if stem_of(name) == stem
     }
-    if len(alike) < 2:
+    if not stem or len(alike) < 2:
         return ""
-    return f'\n# or for all {len(alike)} alike: .scoped("**/{pattern}", "float32")'
+    patterns = sorted({re.sub("[0-9]+$", "*", path[-1]) for path in alike})
+    rules = "".join(f'.scoped("**/{pattern}", "float32")' for pattern in patterns)
+    return f"\n# or for all {len(alike)} alike: {rules}"
 
 
 def _call(options: Options, own_policy: bool) -> str:

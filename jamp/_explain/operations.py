@@ -19,7 +19,7 @@ from jamp._plan.records import Entry, Origin, Record
 from jamp._plan.rules import STRUCTURAL
 from jamp._policy.policy import Policy, entries
 from jamp._policy.rules import BUILTIN, Rule
-from jamp._tracing.origin import Location, library_location, location
+from jamp._tracing.origin import Location, library_location, location, stem_of
 from jamp._tracing.regions import Options, Scope
 
 # What calls programs, which count in its place.
@@ -230,21 +230,17 @@ def module_of(
     alike: dict[tuple[str, Any], list[str]] = {}
     for name, ops in below.items():
         held = frozenset(
-            (*map(_stem, op.path[depth + 1 :]), op.location, op.shapes)
+            (*map(stem_of, op.path[depth + 1 :]), op.location, op.shapes)
             for op in ops
             if op.shapes
         )
-        alike.setdefault((_stem(name), held), []).append(name)
+        alike.setdefault((stem_of(name), held), []).append(name)
     children = []
     for group in alike.values():
         inside = tuple(op for name in group for op in below[name])
         children.append(module_of(tuple(group), inside, depth + 1))
     paths = frozenset(op.path[:depth] for op in operations)
     return Module(operations, paths, names, tuple(own), tuple(children))
-
-
-def _stem(name: str) -> str:
-    return name.rstrip(digits).rstrip("_")  # Haiku's first one has no number
 
 
 def spans(names: Iterable[str]) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from string import digits
 from types import CodeType
 from typing import Any
 
@@ -141,3 +142,8 @@ def _line(code: CodeType, offset: int) -> int:
         if start <= offset < end and line is not None:
             return line
     return code.co_firstlineno
+
+
+def stem_of(scope: str) -> str:
+    """The name of a scope without its number, which modules that are alike share."""
+    return scope.rstrip(digits).rstrip("_")  # Haiku's first one has no number
