@@ -150,6 +150,11 @@ class Autocast:
         return Autocast, (self._arguments, self._output_dtype)
 
     def __enter__(self) -> None:
+        if self._output_dtype is not None:
+            raise AutocastTypeError(
+                "output_dtype is for the results of a function, which a region has "
+                "none of: leave it out"
+            )
         options = self._arguments.options()
         inside = regions.current() is not None
         if options.enabled and not inside:

@@ -43,7 +43,11 @@ ARGUMENTS = {
         jamp.AutocastTypeError,
         "dtype must be float16 or bfloat16, got 'fp16'",
     ),
-    "policy name": ({"policy": "gpu"}, jamp.AutocastTypeError, "Policy.load"),
+    "policy name": (
+        {"policy": "gpu"},
+        jamp.AutocastTypeError,
+        r"as jamp.Policy.load\('gpu'\) reads .*, got 'gpu'",
+    ),
     "a word for enabled": (
         {"enabled": "no"},
         jamp.AutocastTypeError,
@@ -91,6 +95,13 @@ def test_a_device_type_in_the_place_of_the_function_raises(device_type):
     message = rf"keyword: autocast\(device_type='{device_type}'\)"
     with pytest.raises(jamp.AutocastTypeError, match=message):
         jamp.autocast(device_type)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.dtype(jnp.bfloat16)])
+def test_a_dtype_in_the_place_of_the_function_raises(dtype):
+    message = r"got the dtype bfloat16; .*: autocast\(dtype=jnp.bfloat16\)"
+    with pytest.raises(jamp.AutocastTypeError, match=message):
+        jamp.autocast(dtype)
 
 
 def test_options_are_named():
@@ -316,6 +327,16 @@ def test_inputs_given_beside_a_function_are_told_where_they_go(transform):
         transform(jnp.matmul, x22, x22, x22)
     with pytest.raises(jamp.AutocastTypeError, match=f"{name} takes a function, got"):
         transform(3)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_region_takes_no_dtype_of_results(enabled):
+    def fn(x):
+        with jamp.autocast(enabled=enabled, output_dtype=jnp.float32):
+            return x @ x
+
+    with pytest.raises(jamp.AutocastTypeError, match="which a region has none of"):
+        gpu(fn)(x22)
 
 
 def test_a_region_without_parentheses_is_told_to_have_some():

@@ -91,6 +91,9 @@ def check_function(name: str, fn: Any, inputs: Sequence[Any] = ()) -> None:
         )
     if isinstance(fn, str):
         got = f"{fn!r}; device_type is a keyword: {name}(device_type={fn!r})"
+    elif isinstance(fn, np.dtype | type(jax.numpy.float16)):
+        dtype = np.dtype(fn).name
+        got = f"the dtype {dtype}; dtype is a keyword: {name}(dtype=jnp.{dtype})"
     elif inspect.isclass(fn):
         got = (
             f"the class {fn.__name__}; decorate its __call__ (flax.nnx) or wrap the "

@@ -72,9 +72,11 @@ class Arguments:
             if not isinstance(flag, bool | np.bool_):
                 raise AutocastTypeError(f"{name} must be True or False, got {flag!r}")
         if self.policy is not None and not isinstance(self.policy, Policy):
+            named = isinstance(self.policy, str)
+            got = f"{self.policy!r}" if named else type(self.policy).__name__
             raise AutocastTypeError(
-                "policy must be a jamp.Policy (Policy.load reads names and files), got "
-                f"{type(self.policy).__name__}"
+                "policy must be a jamp.Policy, as jamp.Policy.load("
+                f"{got if named else '...'}) reads from a name or a file, got {got}"
             )
 
     def options(self) -> Options:
