@@ -36,7 +36,10 @@ TYPOS = {
     "not a list": ('[lower]\nprimitives = "exp"', ["lower.primitives", "list"]),
     "not a list of strings": ("[lower]\nprimitives = [1]", ["lower.primitives", "[1]"]),
     "not a table": ("lower = 3", ["lower", "table"]),
-    "extends an unknown policy": ('extends = "npu"', ["extends", "npu"]),
+    "extends an unknown policy": (
+        'extends = "npu"',
+        ["extends", "npu", "base, gpu, cpu, tpu"],
+    ),
     "unknown key in unsafe": ("[[unsafe]]\nprimitive = []", ["unsafe", "primitive"]),
     "missing key in unsafe": ('[[unsafe]]\nprimitives = ["log"]', ["unsafe", "of"]),
     "wrong dtype in unsafe": (
@@ -101,6 +104,11 @@ def test_a_file_that_is_not_there_raises_and_lists_the_policies(source):
     with pytest.raises(jamp.PolicyError) as error:
         jamp.Policy.load(source)
     assert all(word in str(error.value) for word in ("gpu", "cpu", "tpu", "TOML"))
+
+
+def test_a_policy_in_the_place_of_a_file_is_not_printed():
+    with pytest.raises(jamp.PolicyError, match="cannot read policy from a Policy: "):
+        jamp.Policy.load(jamp.Policy.load("gpu"))
 
 
 def test_a_file_that_is_no_text_raises(tmp_path):

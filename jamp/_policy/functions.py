@@ -70,9 +70,11 @@ class Function:
             )
         name = f"{getattr(obj, '__module__', '?')}.{getattr(obj, '__qualname__', obj)}"
         if code is None:
+            named = name if hasattr(obj, "__qualname__") else repr(obj)
             raise PolicyError(
-                f"{name} is no Python function or class with a __call__ method, so "
-                "jamp cannot recognise its calls; name the function that it wraps."
+                f"{named} is no Python function or class with a __call__ method, so "
+                "jamp cannot recognise its calls; name the function that it wraps, or "
+                "the primitive that it calls"
             )
         return cls(name, code)
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -183,7 +184,13 @@ class Policy:
         if not isinstance(entry, str):
             return Function.of(entry)
         if "." in entry:
-            return Function(entry)
+            function, package = Function(entry), entry.partition(".")[0]
+            if function.resolve() is None and find_spec(package) is None:
+                raise PolicyError(
+                    f"{entry!r} is of a package {package!r}, which is not installed: "
+                    "give the whole name, as 'jax.numpy.exp', or the function itself"
+                )
+            return function
         try:
             return check_primitive(entry)
         except PolicyError as error:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.resources import files
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,10 @@ def read_file(source: str | Path) -> dict[str, Any]:
         path = Path(source)
         text = path.read_text(encoding="utf-8")
     except (OSError, TypeError, ValueError) as error:
+        named = isinstance(source, str | PathLike)
+        got = f"{str(source)!r}" if named else f"from a {type(source).__name__}"
         raise PolicyError(
-            f"cannot read policy {str(source)!r}: give one of {', '.join(BUILTIN)} or "
+            f"cannot read policy {got}: give one of {', '.join(BUILTIN)} or "
             f"the path of a TOML file ({error}){did_you_mean(source, BUILTIN)}"
         ) from error
     return _parse(text, str(path), path.stem)
@@ -50,8 +53,11 @@ def _parse(text: str, file: str, stem: str, builtin: bool = False) -> dict[str, 
         _check_keys(table, _TOP_KEYS)
         extends = table.get("extends")
         if extends not in (None, "base", *BUILTIN):
-            hint = did_you_mean(extends, BUILTIN)
-            raise PolicyError(f"extends: there is no policy {extends!r}{hint}")
+            raise PolicyError(
+                f"extends: there is no policy {extends!r}"
+                f"{did_you_mean(extends, BUILTIN)} (there are base, "
+                f"{', '.join(BUILTIN)})"
+            )
         found = dict(_NOTHING if extends is None else read_builtin(extends))
         for kind, rules in _rules(table, builtin).items():
             found[kind] = tuple({**dict(found[kind]), **rules}.items())
