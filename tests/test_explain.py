@@ -175,7 +175,7 @@ def test_by_equation_there_is_a_line_for_each_record(report):
 
 def test_an_unknown_grouping_raises():
     report = jamp.explain(lambda x: x @ x.T)(X)
-    with pytest.raises(ValueError, match="group"):
+    with pytest.raises(jamp.AutocastError, match="group"):
         report.text("line")
 
 

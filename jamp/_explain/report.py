@@ -11,6 +11,7 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 
 from jamp._emit import emit
+from jamp._errors import AutocastError
 from jamp._explain import html, operations, text
 from jamp._explain.operations import Counted, Figures, Module, Operation, runs
 from jamp._explain.residuals import Residuals, bytes_by_dtype, residuals_of_call
@@ -51,11 +52,11 @@ class Report(Figures):
             some of them hold marked so. Long names are cut.
 
         Raises:
-          ValueError: another `group`.
+          AutocastError: another `group`.
         """
         if group not in ("function", "equation", "module"):
             known = "'function', 'equation' or 'module'"
-            raise ValueError(f"group must be {known}, got {group!r}")
+            raise AutocastError(f"group must be {known}, got {group!r}")
         return text.text(self, group)
 
     def to_dict(self) -> dict[str, Any]:
