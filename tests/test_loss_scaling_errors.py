@@ -62,6 +62,32 @@ def test_a_loss_that_is_a_tuple_asks_for_has_aux():
 
 
 @pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda w: w**2, r"a scalar, got an array of shape \(2,\): take its mean"),
+        (lambda w: None, "returned None: it lacks a return"),
+    ],
+    ids=["vector", "none"],
+)
+def test_a_loss_that_is_no_scalar_is_told_what_it_is(loss, message):
+    with pytest.raises(ScalerTypeError, match=message):
+        jamp.value_and_grad(loss)(state_of(8.0), W)
+
+
+def test_an_integer_to_differentiate_at_is_named():
+    def loss(x, params):
+        return jnp.sum(params["w"]) * params["n"] * x
+
+    params = {"w": W, "n": jnp.array(3)}
+    message = r"argument 1 of the loss at \['n'\] is int32, which has no gradient"
+    with pytest.raises(ScalerTypeError, match=message):
+        jamp.value_and_grad(loss, argnums=1)(state_of(8.0), 2.0, params)
+    allowed = jamp.value_and_grad(loss, argnums=1, allow_int=True)
+    _, grads = allowed(state_of(8.0), 2.0, params)
+    np.testing.assert_array_equal(grads["w"], [48.0, 48.0])
+
+
+@pytest.mark.parametrize(
     ("result", "what"),
     [
         (jnp.sum, "one array"),
@@ -99,6 +125,17 @@ def test_update_refuses_a_state_that_init_did_not_return(name):
     message = rf"state is a {kind}, not .* tx.init\(params\)._replace\(inner_state="
     with pytest.raises(ScalerTypeError, match=message):
         TX.update(W, state, W)
+
+
+def test_a_state_in_front_of_the_gradients_shows_the_order():
+    with pytest.raises(ScalerTypeError, match=r"first: tx.update\(grads, opt_state"):
+        TX.update(TX.init(W), W, W)
+
+
+def test_an_axis_that_is_not_mapped_is_named():
+    tx = jamp.dynamic_loss_scaling(optax.sgd(0.1), axis_name="batch")
+    with pytest.raises(ScalerError, match="axis_name='batch' names no axis that is m"):
+        tx.update(W, tx.init(W), W)
 
 
 def test_update_goes_on_from_a_state_of_the_inner_optimizer_as_its_error_says():
@@ -171,7 +208,8 @@ def test_swapped_arguments_of_the_functions_show_their_order():
 @pytest.mark.parametrize("inner", [1e-3, optax.sgd, jamp.GradScaler()])
 def test_what_is_no_optimizer_is_refused_at_once(inner):
     message = f"inner must be an optax optimizer, got {type(inner).__name__}"
-    with pytest.raises(ScalerTypeError, match=message):
+    hint = "call it, as in optax.adamw" if inner is optax.sgd else ""
+    with pytest.raises(ScalerTypeError, match=f"{message}.*{hint}"):
         jamp.dynamic_loss_scaling(inner)
 
 

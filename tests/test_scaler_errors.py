@@ -122,6 +122,16 @@ def test_swapped_arguments_show_their_order(method, enabled):
         SWAPPED[method](GradScaler(enabled=enabled), state_of(8.0))
 
 
+def test_a_loss_without_a_state_is_what_came():
+    with pytest.raises(ScalerTypeError, match=r"scale\(state, loss\).*; got ArrayImpl"):
+        GradScaler().scale(W)
+
+
+def test_a_step_asks_for_the_flag_before_it_runs_the_optimizer():
+    with pytest.raises(ScalerError, match="prior to step: give it the found_inf"):
+        GradScaler().step(state_of(8.0), SGD, W, SGD.init(W), False, W)
+
+
 def test_a_step_without_an_optimizer_shows_the_order():
     with pytest.raises(ScalerTypeError, match=r"optimizer comes second.*; got float"):
         GradScaler().step(state_of(8.0), 0.1, W, False, SGD.init(W), W)

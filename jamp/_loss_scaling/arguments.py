@@ -104,6 +104,18 @@ def scaled(scale: jax.Array, outputs: Any) -> Any:
     return jax.tree.map(times, outputs)
 
 
+def on_any_shard(flag: jax.Array, axis_name: Any) -> jax.Array:
+    """Whether a flag is set anywhere along mapped axes."""
+    try:
+        return jnp.asarray(jax.lax.psum(flag.astype(jnp.int32), axis_name) > 0)
+    except NameError as error:
+        raise ScalerError(
+            f"axis_name={axis_name!r} names no axis that is mapped here: it is one of "
+            "jax.shard_map, jax.pmap or jax.vmap around the step; arrays that are "
+            "sharded under jax.jit need none"
+        ) from error
+
+
 def is_number(leaf: Any) -> bool:
     """Whether a value is an array or number that can be scaled."""
     if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float)):

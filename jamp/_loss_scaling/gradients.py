@@ -60,7 +60,7 @@ def value_and_grad(
         def with_scale(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
             value = loss_fn(*args, **kwargs)
             loss = _loss_in(value, has_aux)
-            _check_real(loss, options.get("holomorphic", False))
+            _check_loss(loss, options.get("holomorphic", False))
             return scaled(scale, loss), value
 
         if isinstance(inspect.unwrap(loss_fn), functools.partial):
@@ -68,7 +68,7 @@ def value_and_grad(
             del with_scale.__wrapped__
         transform = nnx_modules.value_and_grad(args, kwargs)
         known = numbers if transform is jax.value_and_grad else ()
-        fn, args = _of_arrays(with_scale, args, known)
+        fn, args = _of_arrays(with_scale, args, known, options.get("allow_int", False))
         differentiate = transform(fn, argnums=argnums, has_aux=True, **options)
         (_, value), grads = differentiate(*args, **kwargs)
         return value, grads
@@ -79,14 +79,23 @@ def value_and_grad(
 
 
 def _of_arrays(
-    fn: Callable[..., Any], args: tuple[Any, ...], numbers: Sequence[int]
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    numbers: Sequence[int],
+    allow_int: bool,
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A function and arguments that have None for what is no inexact array.
 
-    In those only that are trees of more than arrays and numbers.
+    In those only that are trees of more than arrays and numbers; in others integers
+    raise, unless they are allowed.
     """
-    there = range(-len(args), len(args))
-    held = {n: args[n] for n in numbers if n in there and not _is_plain(args[n])}
+    held = {}
+    for n in numbers:
+        if n in range(-len(args), len(args)):
+            if not _is_plain(args[n]):
+                held[n] = args[n]
+            elif not allow_int:
+                _check_floating(args[n], n)
     if not held:
         return fn, args
 
@@ -108,6 +117,18 @@ def _of_arrays(
     for n, tree in held.items():
         arrays[n] = jax.tree.map(inexact, tree)
     return of_arrays, tuple(arrays)
+
+
+def _check_floating(tree: Any, number: int) -> None:
+    """Raises for integers in an argument that JAX is about to differentiate at."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        dtype = jnp.result_type(leaf)
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            at = jax.tree_util.keystr(path)
+            raise ScalerTypeError(
+                f"argument {number} of the loss{at and ' at ' + at} is {dtype}, which "
+                "has no gradient: make it floating, or hand it over as another argument"
+            )
 
 
 def _is_plain(tree: Any) -> bool:
@@ -137,10 +158,16 @@ def _in_words(value: Any) -> str:
     return f"a {kind} of {len(value)}" if isinstance(value, tuple | list) else kind
 
 
-def _check_real(loss: Any, holomorphic: bool) -> None:
-    """Raises for a number that JAX would not differentiate if it were not scaled."""
+def _check_loss(loss: Any, holomorphic: bool) -> None:
+    """Raises for what JAX would not differentiate if it were not scaled."""
+    if loss is None:
+        raise ScalerTypeError("the loss function returned None: it lacks a return")
     if not is_number(loss):
         return
+    if shape := jnp.shape(loss):
+        raise ScalerTypeError(
+            f"the loss must be a scalar, got an array of shape {shape}: take its mean"
+        )
     dtype = jnp.result_type(loss)
     if not jnp.issubdtype(dtype, jnp.inexact if holomorphic else jnp.floating):
         raise ScalerTypeError(f"grad requires a real-valued loss, got {dtype}")

@@ -126,7 +126,8 @@ class GradScaler:
         Raises:
           ScalerTypeError: a leaf is no number, or the state is left out.
         """
-        _check_state(state if outputs is not None else None, "scale(state, loss)")
+        given = outputs is not None or not isinstance(state, ScalerState)
+        _check_state(state if given else None, "scale(state, loss)")
         if not self.enabled:
             return outputs
         return arguments.scaled(state.scale, outputs)
@@ -239,12 +240,12 @@ class GradScaler:
                 "the optimizer is one of jamp.dynamic_loss_scaling, which unscales and "
                 "skips by itself: call its update, or hand step the inner optimizer"
             )
+        found = any_of(found_inf, "step") if self.enabled else None
         update = optax.with_extra_args_support(tx).update
         updates, new_opt_state = update(grads, opt_state, params, **extra_args)
         stepped = (optax.apply_updates(params, updates), new_opt_state)
-        if not self.enabled:
+        if found is None:
             return *stepped, jnp.array(True)
-        found = any_of(found_inf, "step")
         return *select(found, (params, opt_state), stepped), ~found
 
     def state_dict(self, state: ScalerState) -> dict[str, Any]:

@@ -86,8 +86,9 @@ def dynamic_loss_scaling(
     if isinstance(inner, optax.MultiSteps):
         inner = inner.gradient_transformation()
     if not isinstance(inner, optax.GradientTransformation):
+        hint = ": call it, as in optax.adamw(1e-3)" if callable(inner) else ""
         raise ScalerTypeError(
-            f"inner must be an optax optimizer, got {type(inner).__name__}"
+            f"inner must be an optax optimizer, got {type(inner).__name__}{hint}"
         )
     if not isinstance(scaler, GradScaler | None):
         raise ScalerTypeError(
@@ -146,6 +147,10 @@ class _LossScaling:
         params: Any = None,
         **extra_args: Any,
     ) -> tuple[Any, DynamicLossScalingState]:
+        if isinstance(grads, DynamicLossScalingState):
+            raise ScalerTypeError(
+                "the gradients come first: tx.update(grads, opt_state, params)"
+            )
         if not isinstance(state, DynamicLossScalingState):
             raise ScalerTypeError(
                 f"state is a {type(state).__name__}, not what tx.init returned; to go "
@@ -158,7 +163,7 @@ class _LossScaling:
             extra_args["grad"] = unscaled
             found = found | found_too
         if self.axis_name is not None and self.scaler.enabled:
-            found = jax.lax.psum(found.astype(jnp.int32), self.axis_name) > 0
+            found = arguments.on_any_shard(found, self.axis_name)
         found = found | state.overflowed
         if isinstance(state.inner_state, optax.MultiStepsState):
             # Its running mean would keep an inf.
