@@ -349,6 +349,24 @@ def test_the_text_names_line_limit_and_cure():
     assert re.search(r'jamp.Policy.load\("gpu"\).*ran again: healthy', text, re.DOTALL)
 
 
+def test_what_is_wrong_with_one_line_in_several_modules_is_said_once(tmp_path):
+    def fn(x):
+        sums = []
+        for i in range(3):
+            with jax.named_scope(f"block_{i}/a_module_with_a_long_name"):
+                sums.append(mean(square(product(x))))
+        return sums
+
+    diagnosis = diagnose(fn)(X)
+    assert len(diagnosis.findings) == 3
+    text = str(diagnosis)
+    assert text.count("overflow: ") == 1
+    assert "(square), in block_0/a_module_with_a_long_name, and in 2 more mod" in text
+    diagnosis.plot(tmp_path / "diagnosis.svg")
+    picture = (tmp_path / "diagnosis.svg").read_text("utf-8")
+    assert "overflow \u25b6 block_1/a_module...long_name -->" in picture
+
+
 @pytest.mark.parametrize("loss_scale", [None, 1.0, 2.0**40])
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_a_picture_is_drawn(loss_scale, dtype, tmp_path):

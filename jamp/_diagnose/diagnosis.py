@@ -1,6 +1,7 @@
 """`jamp.Diagnosis`: what `jamp.diagnose` found, as data and as text."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -136,7 +137,7 @@ class Diagnosis:
     def text(self) -> str:
         """The diagnosis as text."""
         lines = [self.header, ""]
-        lines += list(map(str, self.findings)) or [self._health()]
+        lines += self._found() or [self._health()]
         if self.suggestions:
             lines += ["", "to cure it:", *map(str, self.suggestions)]
         results = [label for label in self.errors if not label.startswith("gradient")]
@@ -163,6 +164,19 @@ class Diagnosis:
             head = f"most underflow{why if self.healthy else ''}:"
             lines += [head, *(f"  {u}" for u in self.underflows)]
         return "\n".join(lines)
+
+    def _found(self) -> list[str]:
+        """The findings, those of one line in several modules as one."""
+        times: Counter[Any] = Counter()
+        alike: dict[Any, list[Finding]] = {}
+        for found in self.findings:
+            key = found.kind, found.operation, found.location, found.gradient
+            times[key, found.scope] += 1  # a line may hold several
+            alike.setdefault((key, times[key, found.scope]), []).append(found)
+        return [
+            str(first) + (f", and in {len(others)} more modules" if others else "")
+            for first, *others in alike.values()
+        ]
 
     def _health(self) -> str:
         """A line on a program without findings."""

@@ -12,6 +12,8 @@ from jamp._diagnose.measure import LOWEST_EXPONENT
 
 # Of more modules than these, those with findings and the most values are drawn.
 _ROWS = 14
+# Letters of a module's path beside its row.
+_LABEL = 28
 # How many powers of 2 beyond the dtype's range are told apart.
 _OUTSIDE_SHOWN = 6
 _INSIDE, _OUTSIDE, _HARMLESS = "#2f6f9f", "#c8452f", "#e3b6aa"
@@ -168,7 +170,13 @@ def _draw_histograms(
 
 def _label(histogram: Histogram) -> str:
     name = histogram.module
-    short = name if len(name) <= 28 else f"...{name[-25:]}"
+    longest = max(name.split("/"), key=len)
+    kept = max(_LABEL - len(name) + len(longest) - 3, 8)
+    if len(name) > _LABEL and len(longest) > kept + 3:
+        # The other names tell it from modules of the same kind.
+        ends = longest[: kept // 2], longest[-kept // 2 :]
+        name = name.replace(longest, "...".join(ends), 1)
+    short = name if len(name) <= _LABEL else f"...{name[3 - _LABEL :]}"
     kinds = ", ".join(histogram.findings)
     return f"{kinds} \u25b6 {short}" if kinds else short
 
