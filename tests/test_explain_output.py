@@ -406,6 +406,11 @@ def test_a_scan_says_how_often_it_runs_and_all_figures_count_that():
     assert figures["casts"] >= 24
 
 
+def test_a_terminal_of_80_columns_breaks_no_rule():
+    text = shown(jamp.explain(lambda x: jax.nn.gelu(x @ x.T), device_type="gpu")(X), 80)
+    assert "internal_float32  test_" in text
+
+
 @pytest.mark.parametrize("width", [50, 80, 140])
 def test_the_terminal_shows_all_within_its_width(report, width):
     text = shown(report, width)

@@ -9,9 +9,12 @@ from rich.text import Text
 
 from jamp._explain.operations import Figures, Module
 from jamp._explain.text import FIGURES, Row, figures, in_order, place, summary
+from jamp._policy.rules import RULE_NAMES
 
 _STYLES = {"f16": "cyan", "bf16": "green", "f32": "yellow", "f64": "red"}
-_OPERATIONS = {"operation": 11, "dtypes": 7, "why": 8, "where": 15}
+# Their shares of the width beside that of the longest rule.
+_OPERATIONS = {"operation": 22, "dtypes": 15, "why": 0, "where": 25}
+_RULE = max(map(len, RULE_NAMES))
 
 
 def renderables(report: Figures) -> Iterator[RenderableType]:
@@ -65,7 +68,8 @@ def _table(**columns: int) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.expand = any(columns.values())
     for name, ratio in columns.items():
-        table.add_column(name, overflow="fold", ratio=ratio or None)
+        width = _RULE if name == "why" else None
+        table.add_column(name, overflow="fold", ratio=ratio or None, width=width)
     return table
 
 
