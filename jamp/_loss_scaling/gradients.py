@@ -43,8 +43,8 @@ def value_and_grad(
 
     Raises:
       ScalerError: `opt_state` holds no loss scale, or several.
-      ScalerTypeError: the loss is no real number, or `has_aux` does not fit what
-        `loss_fn` returns.
+      ScalerTypeError: the loss is no real scalar, `has_aux` does not fit what `loss_fn`
+        returns, or what to differentiate at holds integers.
     """
     numbers = argnums if isinstance(argnums, Sequence) else (argnums,)
     fine = all(isinstance(number, Integral) for number in numbers)

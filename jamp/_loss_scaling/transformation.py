@@ -78,7 +78,8 @@ def dynamic_loss_scaling(
 
     Raises:
       ScalerError: `init` got float16 parameters, or `update` float16 gradients; or, at
-        `init`, something in `inner` scales losses too.
+        `init`, something in `inner` scales losses too, or, at `update`, `axis_name`
+        names no mapped axis.
       ScalerTypeError: `inner` is no optimizer, or `scaler` no `GradScaler`.
     """
     if misplaced:

@@ -73,7 +73,8 @@ class Policy:
             dotted name is a function, one without a dot a primitive.
 
         Raises:
-          PolicyError: an unknown rule, primitive or function, or one entry given twice.
+          PolicyError: an unknown rule, primitive or function, one of a package that is
+            not installed, or one entry given twice.
         """
         given: dict[Any, tuple[str | Function, Rule]] = {}
         for name, entries in rules.items():
