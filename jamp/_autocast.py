@@ -27,6 +27,8 @@ from jamp._tracing.trace import Traced, trace
 
 # How many programs a function keeps for its eager calls.
 _PROGRAMS = 128
+# The attribute of a function under autocast that holds what it was made of.
+_MADE = "_jamp_autocast"
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -144,6 +146,8 @@ class Autocast:
             result: _R = transformed(options, args, kwargs)
             return result
 
+        # With itself: `functools.wraps` copies attributes to other functions.
+        vars(under_autocast)[_MADE] = under_autocast, fn, self._arguments
         return under_autocast
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -256,6 +260,17 @@ def autocast(
     arguments = Arguments(device_type, dtype, enabled, cache_enabled, policy)
     transform = Autocast(arguments, output_dtype)
     return transform if fn is None else transform(fn)
+
+
+def unwrapped(fn: Any, around: Arguments) -> tuple[Any, Arguments]:
+    """The function in what autocast made, and its options in an autocast around it."""
+    held = getattr(fn, "__dict__", {})
+    made, inner, own = held.get(_MADE, (None, None, around))
+    if made is not fn:
+        return fn, around
+    if own.policy is None and own.device_type is None:
+        own = replace(own, device_type=around.device_type, policy=around.policy)
+    return inner, own
 
 
 def as_written(fn: Callable[_P, _R]) -> Callable[_P, _R]:

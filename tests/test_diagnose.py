@@ -21,6 +21,9 @@ def diagnose(fn, **options):
     return jamp.diagnose(fn, device_type="gpu", progress=False, **options)
 
 
+gpu = functools.partial(jamp.autocast, device_type="gpu")
+
+
 def product(x):
     """The argument as a matmul gives it: in 16 bits."""
     return x @ EYE
@@ -347,6 +350,20 @@ def test_the_text_names_line_limit_and_cure():
     assert f"{__file__}:{line_of(square)} (square)" in text
     assert "it reaches 9e+04, float16 holds 6.55e+04" in text
     assert re.search(r'jamp.Policy.load\("gpu"\).*ran again: healthy', text, re.DOTALL)
+
+
+def test_of_a_function_under_autocast_its_options_hold():
+    def fn(x):
+        return mean(square(product(x)))
+
+    found = jamp.diagnose(gpu(fn), progress=False)(X)
+    assert str(found) == str(diagnose(fn)(X))
+    assert "with_rules" in str(found)
+    policy = jamp.Policy.load("gpu").with_rules(float32=["mul"])
+    around = {"policy": policy, "dtype": jnp.bfloat16, "progress": False}
+    found = jamp.diagnose(jamp.autocast(fn, dtype=jnp.float16), **around)(X)
+    assert found.healthy
+    assert found.dtype == "float16"
 
 
 def test_what_is_wrong_with_one_line_in_several_modules_is_said_once(tmp_path):

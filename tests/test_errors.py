@@ -8,6 +8,7 @@ import re
 
 import cloudpickle
 import flax.linen as nn
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -118,6 +119,12 @@ def test_autocast_of_a_class_raises_and_says_what_to_decorate(kind):
     message = rf"got the class {kind.__name__}; decorate its __call__ \(flax.nnx\) or "
     with pytest.raises(jamp.AutocastTypeError, match=message):
         jamp.autocast(dtype=jnp.bfloat16)(kind)
+
+
+def test_autocast_of_what_has_an_apply_is_told_to_take_that():
+    transformed = hk.transform(lambda x: hk.Linear(2)(x))
+    with pytest.raises(jamp.AutocastTypeError, match="got Transformed; give its apply"):
+        jamp.autocast(transformed)
 
 
 def test_autocast_of_an_autocast_object_raises():

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jamp._autocast import unwrapped
 from jamp._diagnose import judge
 from jamp._diagnose.cure import Change, find_cure, suggestions_of
 from jamp._diagnose.diagnosis import ARGUMENT, Diagnosis, Finding, Suggestion, Underflow
@@ -23,8 +24,8 @@ from jamp._diagnose.program import Settings, Subject
 from jamp._diagnose.walk import Steps
 from jamp._dtypes import narrow
 from jamp._errors import AutocastError, AutocastTypeError
-from jamp._tracing import regions
 from jamp._tracing.checks import check_function
+from jamp._tracing.regions import named_arguments
 
 # How many operations with underflow are listed.
 _LISTED = 3
@@ -54,7 +55,7 @@ def diagnose(
     Branches, lengths of loops and integers are those of the run under autocast in both.
 
     Args:
-      fn: the function, as given to `jamp.autocast`.
+      fn: the function, as given to `jamp.autocast`, or what that returned.
       loss_scale: the factor of the loss, 1 for none; with it, `fn` returns a scalar
         loss, and its gradient is diagnosed too.
       argnums: which arguments the gradient is taken of; of `flax.nnx` modules, it is
@@ -74,7 +75,7 @@ def diagnose(
     """
     check_function("diagnose", fn, inputs)
     scale = _checked_scale(loss_scale)
-    named = regions.named_arguments("diagnose", autocast_options)
+    fn, named = unwrapped(fn, named_arguments("diagnose", autocast_options))
 
     def diagnosed(*args: Any, **kwargs: Any) -> Diagnosis:
         chosen = () if scale is None else argnums

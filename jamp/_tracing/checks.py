@@ -101,6 +101,8 @@ def check_function(name: str, fn: Any, inputs: Sequence[Any] = ()) -> None:
         )
     elif not callable(fn):
         got = f"{type(fn).__name__}; write {name}(fn)(x), not {name}(fn(x))"
+        if callable(getattr(fn, "apply", None)):
+            got = f"{type(fn).__name__}; give its apply"
     else:
         runs_later = [
             kind
