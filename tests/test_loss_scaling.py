@@ -289,7 +289,9 @@ HOLDERS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:in an optax.chain")
+@pytest.mark.filterwarnings(
+    "ignore:in an optax.chain", "ignore:optax.MultiSteps around"
+)
 @pytest.mark.parametrize("name", HOLDERS)
 def test_the_scale_is_found_where_the_optimizer_is(name):
     holder = HOLDERS[name]()

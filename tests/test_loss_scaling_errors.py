@@ -233,6 +233,15 @@ def test_what_stands_before_the_wrapper_in_a_chain_is_warned_of_at_the_users_lin
         assert [warning.filename for warning in warned] == [__file__]
 
 
+def test_multisteps_around_the_wrapper_is_warned_of_at_the_users_line():
+    state = optax.chain(optax.MultiSteps(TX, 2).gradient_transformation()).init(W)
+    with pytest.warns(jamp.JampWarning, match="MultiSteps around .* wrap it") as warned:
+        jamp.value_and_grad(jnp.sum)(state, W)
+    assert [warning.filename for warning in warned] == [__file__]
+    inside = jamp.dynamic_loss_scaling(optax.MultiSteps(optax.sgd(0.1), 2)).init(W)
+    assert jamp.loss_scale(inside) == 2.0**16
+
+
 AFTER = {
     "after it": lambda: optax.chain(TX, optax.scale(0.5)).init(W),
     "in it": lambda: jamp.dynamic_loss_scaling(optax.chain(optax.clip(1.0))).init(W),

@@ -267,32 +267,41 @@ def find_scale(tree: Any, hint: str = "") -> jax.Array:
     return jnp.asarray(state.scale)
 
 
-def _before_scaling(node: Any) -> list[type]:
-    """What stands before the wrapper in a node that is the state of a chain."""
-    kinds = list(map(type, node)) if type(node) is tuple else []
-    found = DynamicLossScalingState in kinds
-    return kinds[: kinds.index(DynamicLossScalingState)] if found else []
-
-
-def _warn_before(node: Any) -> None:
-    kinds = _before_scaling(node)
-    # Not a tuple of the user's own.
-    if kinds and all(kind.__module__.startswith("optax.") for kind in kinds):
-        before = ", ".join(kind.__name__ for kind in kinds)
-        warnings.warn(
-            "in an optax.chain, what stands before jamp.dynamic_loss_scaling "
-            f"({before}) sees scaled gradients, and a clip leaves next to nothing "
-            "of them: wrap the whole chain",
-            JampWarning,
-            stacklevel=users_level(),
+def _misplacement(node: Any) -> str:
+    """What goes wrong where the wrapper stands in a node of a state, if it does."""
+    held = isinstance(node, optax.MultiStepsState) and instances(
+        node, DynamicLossScalingState
+    )
+    if held:
+        return (
+            "optax.MultiSteps around jamp.dynamic_loss_scaling never forgets an inf, "
+            "and skips all later steps: wrap it in jamp.dynamic_loss_scaling instead"
         )
+    kinds = list(map(type, node)) if type(node) is tuple else []
+    if DynamicLossScalingState not in kinds:
+        return ""
+    before = kinds[: kinds.index(DynamicLossScalingState)]
+    # Not a tuple of the user's own.
+    if not before or not all(kind.__module__.startswith("optax.") for kind in before):
+        return ""
+    names = ", ".join(kind.__name__ for kind in before)
+    return (
+        f"in an optax.chain, what stands before jamp.dynamic_loss_scaling ({names}) "
+        "sees scaled gradients, and a clip leaves next to nothing of them: wrap the "
+        "whole chain"
+    )
+
+
+def _warn(node: Any) -> None:
+    if message := _misplacement(node):
+        warnings.warn(message, JampWarning, stacklevel=users_level())
 
 
 def find_state(tree: Any, hint: str = "") -> Any:
     """The state of loss scaling in a tree; an error, which ends in a hint, if none."""
     found = instances(tree, (DynamicLossScalingState, ScalerState))
     if len(found) == 1:
-        jax.tree.map(_warn_before, tree, is_leaf=lambda n: bool(_before_scaling(n)))
+        jax.tree.map(_warn, tree, is_leaf=lambda node: bool(_misplacement(node)))
         return found[0]
     if found:
         raise ScalerError(
