@@ -298,6 +298,10 @@ def added_by_a_jitted_step(h):
     return lax.scan(step, h[0], h[1:])[0]
 
 
+def added_by_a_checkpointed_step(h):
+    return lax.scan(jax.checkpoint(lambda c, x: (c + x, None)), h[0], h[1:])[0]
+
+
 def added_in_nested_loops(h):
     return lax.scan(
         lambda c, row: (lax.scan(lambda c, x: (c + x, None), c, row)[0], None),
@@ -337,6 +341,7 @@ LOOPS = {
     "fori_loop": added_by_index,
     "while_loop": added_while,
     "jit": added_by_a_jitted_step,
+    "checkpoint": added_by_a_checkpointed_step,
     "nested": added_in_nested_loops,
     "branch": added_in_a_branch,
     "scatter": scattered_in_turn,

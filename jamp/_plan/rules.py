@@ -286,8 +286,10 @@ def plan_custom_call(equation: Equation) -> list[Value]:
 @structural("remat2")
 def plan_checkpoint(equation: Equation) -> list[Value]:
     """Plans a checkpointed function; it recomputes in the dtypes of the first run."""
-    inner = equation.inner(equation.eqn.params["jaxpr"], equation.operands)
-    return equation.calling(inner)
+    operands = [value.kept for value in equation.operands]
+    inner = equation.inner(equation.eqn.params["jaxpr"], operands)
+    inner.results = [value.kept for value in inner.results]
+    return _seen(equation, equation.calling(inner, operands))
 
 
 @structural("call_hi_primitive")
