@@ -64,7 +64,7 @@ def plan_for(program: Any, arrays: Sequence[Any], context: Context) -> Plan:
 def plan_program(program: Any, inputs: Values, context: Context) -> Plan:
     plan = _Planner().plan(program, inputs, context)
     # JAX may transpose what is linear.
-    return plan if context.linear else spare_roundings(plan)
+    return spare_roundings(plan)
 
 
 class _Entry(NamedTuple):
