@@ -1,5 +1,7 @@
 """What `jamp.diagnose` suggests can be pasted, and does what it says."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -189,15 +191,26 @@ def test_a_rule_for_every_matmul_says_that_none_is_left():
     assert "leaves no matmul in 16 bits" in suggestion.reason
 
 
-def test_a_region_around_the_line_goes_before_a_rule_that_reaches_further():
-    def fn(x):
-        h = x @ EYE
+def test_a_cast_of_what_the_line_takes_goes_before_a_rule_that_reaches_further():
+    def fn(x, cast=lambda h: h):
+        h = cast(x @ EYE)
         a, b, c = h * 0.5, h * 0.25, h * 0.125
         d = jnp.tanh((a * b / 300).astype(jnp.float32))
         return mean(h * h) + jnp.mean(c) + jnp.mean(d)
 
-    diagnosis = diagnose(fn)(X)
-    (suggestion,) = diagnosis.suggestions
+    (suggestion,) = diagnose(fn)(X).suggestions
+    line = fn.__code__.co_firstlineno + 4
+    place = f"{Path(__file__).name}:{line}"
+    assert suggestion.code == f".astype(jnp.float32)  # of what {place} takes"
+    assert diagnose(lambda x: fn(x, lambda h: h.astype(jnp.float32)))(X).healthy
+
+
+def test_a_line_that_holds_a_product_is_cured_by_a_region_around_it():
+    def fn(x):
+        energy = (x @ EYE) @ (EYE @ x.T)
+        return 1e-6 * jnp.mean(energy) + jnp.mean(jnp.tanh(x @ EYE) @ EYE)
+
+    (suggestion,) = diagnose(fn)(X).suggestions
     assert suggestion.code.startswith("with jamp.autocast(enabled=False):")
 
 

@@ -321,6 +321,9 @@ def suggestions_of(
         elif change.kind == "region":
             line = f"{Path(change.value[0]).name}:{change.value[1]}"
             code = f"with jamp.autocast(enabled=False):  # around {line}"
+            if not any(m.matmul for m in examination.measured if change.covers(m)):
+                # A cast holds until the next product, and does the same up to there.
+                code = f".astype(jnp.float32)  # of what {line} takes"
         elif change.kind == "dtype":
             code = _call(change.apply(settings).options, own_policy)
             options = {"dtype": change.value}
