@@ -1,7 +1,8 @@
 """Idioms: what users write by hand, measured against float32.
 
 `IDIOMS` holds them by kind and name. `python -m tests.idioms` measures them;
-`unsafe.txt` lists the ones that are known to be unsafe.
+`unsafe.txt` lists the ones that are known to be unsafe, `beyond_torch.txt` those that
+are further off than in torch with `.float()`, by more than a rounding.
 """
 
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from ._idiom import Idiom as Idiom
 from ._measure import Case as Case
 from ._measure import cases as cases
+from ._measure import under_autocast as under_autocast
 from .distances import DISTANCES
 from .losses import LOSSES
 from .norms import NORMS
@@ -56,3 +58,4 @@ CORE = frozenset(
 )
 
 UNSAFE = Path(__file__).parent / "unsafe.txt"
+BEYOND_TORCH = Path(__file__).parent / "beyond_torch.txt"

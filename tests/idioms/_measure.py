@@ -144,11 +144,20 @@ class _Reference:
         return [max(some) for some in zip(*found, strict=True)]
 
 
-def _under_autocast(idiom: Idiom, policy: str) -> Any:
+def under_autocast(idiom: Idiom, policy: str, *, cast: bool = False) -> Any:
+    """The idiom under autocast, differentiated.
+
+    Args:
+      idiom: what is run.
+      policy: the policy.
+      cast: whether its user casts to float32 what comes out of the first product.
+    """
     eye = np.eye(idiom.shape[-1], dtype=np.float32)
 
     def lowered(x: Any, eye: Any, *parameters: Any) -> Any:
-        return flat(idiom.fn)(x @ eye, *parameters)
+        h = x @ eye
+        h = h.astype(jnp.float32) if cast else h
+        return flat(idiom.fn)(h, *parameters)
 
     wrapped = jamp.autocast(lowered, device_type=policy)
     return differentiated(
@@ -213,7 +222,7 @@ def _compared(
 
 
 def cases(
-    idiom: Idiom, policies: tuple[str, ...] = tuple(LOW), runs: Any = _under_autocast
+    idiom: Idiom, policies: tuple[str, ...] = tuple(LOW), runs: Any = under_autocast
 ) -> Iterator[Case]:
     """Compares an idiom under autocast with float32, at every magnitude.
 
