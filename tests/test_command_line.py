@@ -104,7 +104,7 @@ def project(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield tmp_path
-    for name in ("train", "inputs"):
+    for name in ("train", "inputs", "cast"):
         sys.modules.pop(name, None)
 
 
@@ -115,6 +115,15 @@ def test_explain_prints_what_autocast_does_with_a_function(target, project, caps
     printed = capsys.readouterr().out
     assert "autocast on gpu to float16" in printed
     assert "train.py:5" in printed
+
+
+@pytest.mark.parametrize("command", ["explain", "diagnose"])
+def test_of_a_function_under_autocast_its_options_hold(command, project, capsys):
+    code = "import jamp, train\ncast = jamp.autocast(train.loss_fn, device_type='gpu')"
+    Path("cast.py").write_text(code, encoding="utf-8")
+    assert main([command, "cast.py:cast", "inputs.py"]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == "autocast on gpu to float16, policy gpu"
 
 
 def test_explain_writes_a_page_and_data(project):

@@ -183,12 +183,11 @@ def _policy(chosen: argparse.Namespace) -> tuple[list[str], int]:
 
 
 def _loaded(chosen: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:
-    """The function, its inputs, and options of autocast."""
-    options = {
-        "device_type": chosen.device_type,
-        "dtype": chosen.dtype,
-        "policy": None if chosen.policy is None else Policy.load(chosen.policy),
-    }
+    """The function, its inputs, and the options of autocast that are given."""
+    given = {name: getattr(chosen, name) for name in ("device_type", "dtype")}
+    options = {name: value for name, value in given.items() if value is not None}
+    if chosen.policy is not None:
+        options["policy"] = Policy.load(chosen.policy)
     return load_function(chosen.function), load_inputs(chosen.inputs), options
 
 
