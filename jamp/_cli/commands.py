@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         "policy",
         help="print a policy, check a file, or compare two",
         description="Prints a policy, rule by rule. A file that is no policy is an "
-        "error that names the line at fault.",
+        "error that names what is at fault.",
     )
     policy.add_argument(
         "source",

@@ -308,9 +308,11 @@ def find_state(tree: Any, hint: str = "") -> Any:
             f"found {len(found)} loss scales in {type(tree).__name__}, and a loss has "
             "one: wrap the whole optimizer in jamp.dynamic_loss_scaling, not its parts"
         )
+    # Whatever JAX calls an array while it traces.
+    kind = "an array" if isinstance(tree, jax.Array) else type(tree).__name__
     if isinstance(tree, dict):
         hint += "; restore a checkpoint with tx.init(params) as its target"
     raise ScalerError(
-        f"found no loss scale in {type(tree).__name__}: give it the state of an "
+        f"found no loss scale in {kind}: give it the state of an "
         f"optimizer made by jamp.dynamic_loss_scaling, or a ScalerState{hint}"
     )
