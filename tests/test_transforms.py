@@ -119,6 +119,24 @@ def test_value_and_grad_with_auxiliary_results():
     near(gradient, jax.grad(loss)(W))
 
 
+def conv_loss(w, x=X):
+    image = x[None, :, :, None] @ w[:1]
+    convolved = jax.lax.conv_general_dilated(
+        image, w[None, None], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    return jnp.mean(convolved**2)
+
+
+@pytest.mark.parametrize("fn", [loss, conv_loss])
+def test_where_jit_is_disabled_it_computes_the_same(fn):
+    transformed = jax.value_and_grad(gpu(fn))
+    expected = transformed(W)
+    with jax.disable_jit():
+        actual = transformed(W)
+    for one, other in zip(actual, expected, strict=True):
+        near(one, other, relative=1e-3)
+
+
 def all_float32():
     policy = jamp.Policy.load("gpu")
     lowered = [name for name, rule in policy.primitives if rule.value == "lower"]

@@ -75,7 +75,9 @@ def define(known: Primitive, on_cpu: Operation, *gradients: Operation) -> Primit
         return jax.jit(partial(primitive.bind, **dict(params)))
 
     def evaluate(*operands: Any, **params: Any) -> Any:
-        return compiled(tuple(sorted(params.items())))(*operands)
+        # As primitives of JAX are, also where jax.disable_jit runs a function by parts.
+        with jax.disable_jit(False):
+            return compiled(tuple(sorted(params.items())))(*operands)
 
     primitive.def_impl(evaluate)
 
