@@ -59,6 +59,10 @@ TYPOS = {
     "results is no table": ("results = 3", ["results"]),
     "unknown result": ('[results]\nactivation = ["jax.nn.softmx"]', ["softmx"]),
     "name of another type": ("name = 3", ["name"]),
+    "a switch of another type": (
+        "float32_gradients = 1",
+        ["float32_gradients: must be true or false, got 1"],
+    ),
     "advice of another type": (
         '[[unsafe]]\nprimitives=["log"]\nof=["exp"]\ndtype="float16"\nadvice=3',
         ["unsafe", "advice must be a string, got 3"],

@@ -8,6 +8,7 @@ import functools
 import re
 from contextlib import contextmanager
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +20,7 @@ from jax.test_util import check_grads
 from jaxprs import equations, matmul_dtypes, traced
 
 import jamp
+from jamp._cli.commands import main
 from jamp._lowerings import patches, processor
 from jamp._lowerings.bilinear import product_params
 from jamp._lowerings.product import product_p
@@ -227,17 +229,34 @@ def gradient_of(fn):
     return jax.grad(lambda w, x: jnp.sum(fn(x, w).astype(jnp.float32)))
 
 
+def dense(x, w):
+    return nn.Dense(1, use_bias=False).apply({"params": {"kernel": w}}, x)
+
+
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
-def test_the_gradient_of_a_weight_is_never_rounded_to_16_bits(device):
-    fn = gradient_of(jamp.autocast(jnp.matmul, device_type=device))
+@pytest.mark.parametrize("product", [jnp.matmul, dense])
+def test_the_gradient_of_a_weight_is_never_rounded_to_16_bits(product, device):
+    fn = gradient_of(jamp.autocast(product, device_type=device))
     # 1 + 2^-9 fits into float32 alone.
-    x = jnp.full((513, 1), 2.0**-9)
-    gradient = jax.jit(fn)(jnp.ones((1, 1)), x)
-    assert gradient == 513 * 2.0**-9
-    program = traced(fn, jnp.ones((1, 1)), x)
+    x = jnp.full((513, 2), 2.0**-9)
+    gradient = jax.jit(fn)(jnp.ones((2, 1)), x)
+    np.testing.assert_array_equal(gradient, jnp.full((2, 1), 513 * 2.0**-9))
+    program = traced(fn, jnp.ones((2, 1)), x)
     (last,) = [e for e in equations(program) if e.primitive.name == "dot_general"][-1:]
     assert last.outvars[0].aval.dtype == jnp.float32
-    assert set(matmul_dtypes(program)) == {(last.invars[0].aval.dtype.name,) * 2}
+    low = "float16" if device == "gpu" else "bfloat16"
+    assert set(matmul_dtypes(program)) == {(low, low)}
+
+
+def test_a_policy_may_round_the_gradients_of_weights(tmp_path, capsys):
+    file = tmp_path / "mine.toml"
+    file.write_text('extends = "gpu"\nfloat32_gradients = false\n', encoding="utf-8")
+    fn = gradient_of(jamp.autocast(jnp.matmul, policy=jamp.Policy.load(file)))
+    program = traced(fn, jnp.ones((2, 1)), jnp.ones((3, 2)))
+    (last,) = [e for e in equations(program) if e.primitive.name == "dot_general"][-1:]
+    assert last.outvars[0].aval.dtype == jnp.float16
+    assert main(["policy", "gpu", "--diff", str(file)]) == 1
+    assert capsys.readouterr().out == "gradients of weights: float32 -> 16 bits\n"
 
 
 @pytest.mark.parametrize("flags", ["avx2", "avx2 avx512_bf16"])

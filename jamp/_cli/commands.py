@@ -250,6 +250,12 @@ def _compared(one: Policy, other: Policy) -> Iterator[str]:
         )
         if old != new:
             yield f"{name}: {old} -> {new}"
+    if one.float32_gradients != other.float32_gradients:
+        old, new = (
+            "float32" if policy.float32_gradients else "16 bits"
+            for policy in (one, other)
+        )
+        yield f"gradients of weights: {old} -> {new}"
     if one.unsafe != other.unsafe:
         yield "unsafe combinations differ"
 

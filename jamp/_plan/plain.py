@@ -191,19 +191,21 @@ def cast_and_bind(equation: Equation, dtypes: Dtypes) -> list[Value]:
     return seen
 
 
-def _weights(equation: Equation, used: Sequence[Any]) -> tuple[int, ...]:
-    """Which operands of a product are casts of weights.
+def _weights(equation: Equation, used: Sequence[Any]) -> dict[int, Value]:
+    """The weights that operands of a product are casts of, by place.
 
     It gives the gradients of these in float32, without rounding them to 16 bits first.
     """
-    if not has_own_product(equation.eqn.primitive.name, used):
-        return ()
+    wanted = equation.caster.options.policy.float32_gradients
+    if not (wanted and has_own_product(equation.eqn.primitive.name, used)):
+        return {}
     inputs = {value.number for value in equation.plan.inputs}
-    return tuple(
-        place
-        for place, value in enumerate(equation.operands)
+    sources = {p: v.source or v for p, v in enumerate(equation.operands)}
+    return {
+        place: value
+        for place, value in sources.items()
         if value.dtype == FLOAT32 and value.number in inputs and not value.traits.data
-    )
+    }
 
 
 def _operand(equation: Equation, value: Value, dtype: DType) -> Value:

@@ -6,12 +6,13 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jamp import _dtypes
-from jamp._dtypes import DType
+from jamp._dtypes import FLOAT32, DType
 from jamp._equations import closed
 from jamp._plan.records import Entry, InnerRecords, Record, Ruling
 from jamp._plan.values import Traits, Value, Values
@@ -223,7 +224,9 @@ class Caster:
         traits = value.traits
         if traits.probability and dtype in _dtypes.LOW_DTYPES:
             traits = traits._replace(rounded=dtype)
-        return Value.of(value.aval, dtype, traits)
+        result = Value.of(value.aval, dtype, traits)
+        result.source = value if value.dtype == FLOAT32 else None
+        return result
 
 
 class Equation(NamedTuple):
@@ -255,13 +258,13 @@ class Equation(NamedTuple):
         cast: Values,
         results: Values,
         dtypes: Any,
-        weights: tuple[int, ...] = (),
+        weights: Mapping[int, Value] = MappingProxyType({}),
     ) -> None:
         """Binds the equation on operands in some dtypes, or None: as traced."""
         device_type, read = self.context.region.device_type, self.operands
-        taken = [*cast, *(read[place] for place in weights)]
+        taken, places = [*cast, *weights.values()], tuple(weights)
         eqn, caster = self.eqn, self.caster
-        action = Bind(taken, results, eqn, dtypes, device_type, read, caster, weights)
+        action = Bind(taken, results, eqn, dtypes, device_type, read, caster, places)
         self.plan.add(action)
 
     def calling(

@@ -191,7 +191,7 @@ class Traits(NamedTuple):
 
 
 class Value:
-    __slots__ = "aval casts dtype eligible known number slot traits".split()
+    __slots__ = "aval casts dtype eligible known number slot source traits".split()
 
     def __init__(
         self,
@@ -213,6 +213,7 @@ class Value:
         # Which input of an inner program it is, if casts are left to the caller.
         self.slot = slot
         self.known = known  # the array itself, if it is a constant of the program
+        self.source: Value | None = None  # what it was cast from, if in float32
 
     @classmethod
     def of(cls, aval: Any, dtype: Any, traits: Traits | None = None) -> Value:
@@ -227,7 +228,7 @@ class Value:
     def knowing(self, traits: Traits) -> Value:
         """The same array, of which something else is known."""
         other = Value(self.aval, traits, slot=self.slot, known=self.known)
-        other.number, other.casts = self.number, self.casts
+        other.number, other.casts, other.source = self.number, self.casts, self.source
         return other
 
     @property

@@ -35,6 +35,8 @@ class Policy:
       unsafe: combinations of operations that raise.
       activation_results: functions under `internal_float32` whose results have the
         dtype that came in, also where the program as traced returns another.
+      float32_gradients: whether matmuls give the gradients of float32 weights in
+        float32, and devices add them up so. Else they are rounded to 16 bits first.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Policy:
     scopes: tuple[tuple[str, Rule], ...] = ()
     unsafe: tuple[Unsafe, ...] = ()
     activation_results: tuple[Function, ...] = ()
+    float32_gradients: bool = True
 
     @classmethod
     def load(cls, source: str | Path) -> Policy:
@@ -218,6 +221,8 @@ class Policy:
             if names:
                 title = f"{rule.value} ({len(names)})"
                 sections.append("\n  ".join([title, *names]))
+        if not self.float32_gradients:
+            sections.append("gradients of weights in 16 bits")
         for unsafe in self.unsafe:
             reads = f"{', '.join(unsafe.primitives)} of {', '.join(unsafe.of)}"
             sections.append(f"unsafe in {unsafe.dtype.name}\n  {reads}")

@@ -14,7 +14,10 @@ from jamp._errors import PolicyError, did_you_mean
 from jamp._policy.functions import Function
 from jamp._policy.rules import BUILTIN, RULE_NAMES, Rule, Unsafe, check_primitive
 
-_TOP_KEYS = ("name", "dtype", "extends", "unsafe", "results", *RULE_NAMES)
+_TOP_KEYS = (
+    *("name", "dtype", "extends", "unsafe", "results", "float32_gradients"),
+    *RULE_NAMES,
+)
 _UNSAFE_KEYS = ("primitives", "of", "dtype", "advice")
 # What a table that extends none begins with, by the attributes of `jamp.Policy`.
 _NOTHING: dict[str, Any] = dict.fromkeys(
@@ -68,6 +71,13 @@ def _parse(text: str, file: str, stem: str, builtin: bool = False) -> dict[str, 
         found["name"] = table.get("name", stem)
         if not isinstance(found["name"], str):
             raise PolicyError(f"name: must be a string, got {found['name']!r}")
+        if "float32_gradients" in table:
+            found["float32_gradients"] = table["float32_gradients"]
+            if not isinstance(table["float32_gradients"], bool):
+                raise PolicyError(
+                    "float32_gradients: must be true or false, got "
+                    f"{table['float32_gradients']!r}"
+                )
         if "unsafe" in table:
             found["unsafe"] = _unsafe(table["unsafe"])
         results = _group(table, "results", ("activation",)).get("activation", [])
