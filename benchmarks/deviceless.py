@@ -9,6 +9,7 @@ runs a matrix product is a guess of the compiler's.
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -55,6 +56,7 @@ INSTRUCTION = re.compile(
 )
 # Those that are a kernel, or a copy, of their own.
 KERNELS = frozenset({"fusion", "custom-call", "copy", "copy-start", "reduce"})
+NAME = re.compile(r"%([\w.-]+)")
 ARRAY = re.compile(r"\b([a-z]+\d+\w*|pred)\[([\d,]*)\]")
 
 
@@ -88,22 +90,51 @@ def bytes_moved(compiled: jax.stages.Compiled) -> int | None:
         return None
     size = {name: _bytes(shapes) for name, shapes, _, _ in instructions}
     return sum(
-        size[name] + sum(size[read] for read in re.findall(r"%([\w.-]+)", operands))
+        size[name] + sum(size[read] for read in NAME.findall(operands))
         for name, _, kind, operands in instructions
         if kind in KERNELS
     )
 
 
+def bytes_reduced(compiled: jax.stages.Compiled) -> dict[str, int]:
+    """The bytes that devices add up over all of them, by dtype."""
+    instructions = _instructions(compiled)
+    shape = {name: shapes for name, shapes, _, _ in instructions}
+    found: Counter[str] = Counter()
+    for _, _, kind, operands in instructions:
+        if kind in ("all-reduce", "all-reduce-start", "reduce-scatter"):
+            read = " ".join(shape[name] for name in NAME.findall(operands))
+            for dtype, dimensions in ARRAY.findall(read):
+                found[dtype] += _bytes(f"{dtype}[{dimensions}]")
+    return dict(found)
+
+
 def compile_for_h200(
-    fn: Callable[..., Any], *args: Any, donate: Sequence[int] = ()
+    fn: Callable[..., Any],
+    *args: Any,
+    donate: Sequence[int] = (),
+    devices: int = 1,
+    batch: Sequence[int] = (),
 ) -> jax.stages.Compiled:
-    """Compiles a function of arrays, or of their shapes and dtypes, for one H200."""
+    """Compiles a function of arrays, or of their shapes and dtypes, for H200s.
+
+    Args:
+      fn: the function.
+      *args: its arguments.
+      donate: which of them it may overwrite.
+      devices: how many there are, in one machine.
+      batch: which arguments are spread over the devices; others are on each.
+    """
     topology = topologies.get_topology_desc(
-        platform="cuda", target_config=H200, topology="1x1x1", topology_name="h200"
+        platform="cuda",
+        target_config=H200,
+        topology=f"1x{devices}x1",
+        topology_name="h200",
     )
-    mesh = topologies.make_mesh(topology, (1,), ("gpus",))
-    here = NamedSharding(mesh, PartitionSpec())
-    step = jax.jit(fn, in_shardings=here, out_shardings=here, donate_argnums=donate)
+    mesh = topologies.make_mesh(topology, (devices,), ("gpus",))
+    here, spread = (NamedSharding(mesh, PartitionSpec(*a)) for a in ((), ("gpus",)))
+    places = tuple(spread if place in batch else here for place in range(len(args)))
+    step = jax.jit(fn, in_shardings=places, out_shardings=here, donate_argnums=donate)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = step.trace(*shapes).lower(lowering_platforms=("cuda",))

@@ -2,14 +2,21 @@
 
 Compiles every subject of the step benchmark for a GPU that need not be there, see
 deviceless.py; nothing is timed. Parallel to `steps.py --figures-only`, which compiles
-for the device at hand.
+for the device at hand. With `--devices 8` it compiles data parallel steps, and counts
+the bytes of gradients that the devices add up.
 """
 
 import argparse
+from dataclasses import replace
 from typing import Any
 
 # First, since it sets what JAX reads when it is imported.
-from deviceless import bytes_moved, compile_for_h200, kernels  # isort: skip
+from deviceless import (  # isort: skip
+    bytes_moved,
+    bytes_reduced,
+    compile_for_h200,
+    kernels,
+)
 import jax
 import jax.numpy as jnp
 import program_figures
@@ -31,19 +38,30 @@ RIVALS = {
     ),
     "autocast float16": FlaxRival(transform=jamp.autocast(device_type="gpu")),
 }
+LOW_GRADIENTS = replace(jamp.Policy.load("gpu"), float32_gradients=False)
+PARALLEL = {
+    "float32": RIVALS["float32"],
+    "autocast bfloat16": RIVALS["autocast bfloat16"],
+    "autocast bfloat16, gradients too": FlaxRival(
+        transform=jamp.autocast(policy=LOW_GRADIENTS, dtype=jnp.bfloat16)
+    ),
+}
 RATIOS = ("temporary_bytes", "residual_bytes", "bytes_moved")
 
 
-def figures(subject: str, size: str, rival: FlaxRival) -> dict[str, Any]:
-    """The figures of a training step, compiled for an H200."""
+def figures(subject: str, size: str, rival: FlaxRival, devices: int) -> dict[str, Any]:
+    """The figures of a training step, compiled for one or several H200s."""
     program = FlaxProgram(make_subject(subject, size), rival, "training")
-    compiled = compile_for_h200(*program.step_and_arguments(), donate=(0,))
+    compiled = compile_for_h200(
+        *program.step_and_arguments(), donate=(0,), devices=devices, batch=(1, 2)
+    )
     return {
         "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
         "residual_bytes": program.figures["residual_bytes"]["total"],
         "casts_in_hlo": program_figures.casts_in_hlo(compiled.as_text()),
         "kernels": kernels(compiled),
         "bytes_moved": bytes_moved(compiled),
+        "bytes_reduced": bytes_reduced(compiled),
     }
 
 
@@ -51,27 +69,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--subject", choices=SUBJECTS, nargs="+", default=[*SUBJECTS])
     parser.add_argument("--size", default="gpu")
+    parser.add_argument("--devices", type=int, default=1)
     arguments = parser.parse_args()
     rows: dict[str, dict[str, Any]] = {}
     for subject in arguments.subject:
         rows[subject] = {}
-        for name, rival in track(RIVALS.items(), subject):
+        rivals = RIVALS if arguments.devices == 1 else PARALLEL
+        for name, rival in track(rivals.items(), subject):
             try:
-                found = figures(subject, arguments.size, rival)
+                found = figures(subject, arguments.size, rival, arguments.devices)
             except Exception as error:  # noqa: BLE001 - one failure is a result
                 found = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
             rows[subject][name] = found
             jax.clear_caches()
     table = Table(
-        "subject", "program", "memory", "residuals", "moved", "casts", "kernels"
+        *("subject", "program", "memory", "residuals", "moved", "casts", "kernels"),
+        "reduced",
     )
     for subject, programs in rows.items():
         plain = programs["float32"]
         for name, found in programs.items():
             if "error" in found or "error" in plain:
-                table.add_row(
-                    subject, name, str(found.get("error", "")), "", "", "", ""
-                )
+                table.add_row(subject, name, str(found.get("error", "")), *[""] * 5)
                 continue
             ratios = [
                 f"{found[key] / plain[key]:.2f}" if plain[key] else "-"
@@ -83,9 +102,11 @@ def main() -> None:
                 *ratios,
                 str(found["casts_in_hlo"]),
                 str(found["kernels"]),
+                f"{sum(found['bytes_reduced'].values()) / 2**20:.1f} MiB",
             )
     Console().print(table)
-    print(f"written: {write_results('gpu_programs', {'subjects': rows})}")
+    name = "gpu_programs" if arguments.devices == 1 else "gpu_programs_parallel"
+    print(f"written: {write_results(name, {'subjects': rows})}")
 
 
 if __name__ == "__main__":
