@@ -108,7 +108,7 @@ def train_step(
 
 
 def create(model: nn.Module, example: jax.Array, seed: int) -> TrainState:
-    scaler = jamp.GradScaler(init_scale=2.0**20, growth_interval=200)
+    scaler = jamp.GradScaler(init_scale=2.0**22, growth_interval=200)
     return TrainState.create(
         apply_fn=model.apply,
         params=jax.jit(model.init)(jax.random.key(seed), example)["params"],

@@ -40,7 +40,7 @@ def convolve_on_cpu(
     lhs: Any,
     rhs: Any,
     *,
-    wide: Sequence[Any],
+    wide: Any,
     window_strides: Sequence[int],
     padding: Sequence[tuple[int, int]],
     lhs_dilation: Sequence[int],
@@ -55,7 +55,8 @@ def convolve_on_cpu(
     Args:
       lhs: the pictures.
       rhs: the weights.
-      wide: the arrays that these were cast from, if at hand, which XLA convolves.
+      wide: the pictures as they were before they were cast, if at hand: XLA convolves
+        in float32, and need not have them rounded. Weights are: they may be stored so.
       to: the dtype of the result.
       **others: as `jax.lax.conv_general_dilated` has them.
     """
@@ -70,7 +71,7 @@ def convolve_on_cpu(
         if all(s == 1 for s in (*window_strides, *rhs_dilation)):
             return _by_phases(lhs, rhs, shape, lhs_dilation, to)
     if fast:
-        lhs, rhs = (lax.convert_element_type(a, FLOAT32) for a in wide)
+        lhs, rhs = (lax.convert_element_type(a, FLOAT32) for a in (wide, rhs))
     return _by_xla(
         lhs,
         rhs,
@@ -85,7 +86,7 @@ def convolve_on_cpu(
     )
 
 
-def _convolved(lhs: Any, rhs: Any, shape: Shape, to: DType, wide: Sequence[Any]) -> Any:
+def _convolved(lhs: Any, rhs: Any, shape: Shape, to: DType, wide: Any) -> Any:
     windows = [rhs.shape[d] for d in shape.dims.rhs_spec[2:]]
     outs = _out_sizes([lhs.shape[d] for d in shape.dims.lhs_spec[2:]], rhs, shape)
     by_window = math.prod(windows) <= math.prod(outs)
@@ -95,7 +96,7 @@ def _convolved(lhs: Any, rhs: Any, shape: Shape, to: DType, wide: Sequence[Any])
     worth = count == 1 or strided or reused >= (128 if has_amx() else 256)
     if min(outs, default=1) > 0 and count <= _MOST_SLICES and worth:
         return _in_parts(_padded(lhs, shape), rhs, shape, outs, to, by_window=by_window)
-    lhs, rhs = (lax.convert_element_type(array, FLOAT32) for array in wide)
+    lhs, rhs = (lax.convert_element_type(array, FLOAT32) for array in (wide, rhs))
     return _by_xla(
         lhs,
         rhs,
@@ -289,4 +290,4 @@ def _phase(
         sizes[out_spec[2 + at]] = size
     if rhs.size == 0:
         return jnp.zeros([sizes[d] for d in range(lhs.ndim)], to)
-    return _convolved(lhs, rhs, shape._replace(padding=padding), to, (lhs, rhs))
+    return _convolved(lhs, rhs, shape._replace(padding=padding), to, lhs)
