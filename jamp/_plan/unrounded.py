@@ -110,6 +110,9 @@ class _Writer:
                 self._write(action, step.source)
         outs = [self._instead.get(v.number, v) for v in self._plan.results]
         given = frozenset(p for p in self._results.wide if self._at_hand(outs[p]))
+        # What nobody reads outside is there in one dtype, whichever it is.
+        unread = {*range(len(outs))} - self._results.low - self._results.wide
+        given |= {p for p in unread if outs[p].number in self._wide}
         for place, value in enumerate(outs):
             if place in given:
                 outs[place] = self._float32(value)
