@@ -97,7 +97,7 @@ def test_a_wrong_table_raises_and_names_file_and_key(tmp_path, text, words):
 def test_a_table_without_a_dtype_raises(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text('[lower]\nprimitives = ["dot_general"]', encoding="utf-8")
-    with pytest.raises(jamp.PolicyError, match="dtype"):
+    with pytest.raises(jamp.PolicyError, match="dtype is missing; or begin with ext"):
         jamp.Policy.load(path)
 
 

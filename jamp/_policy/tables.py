@@ -66,8 +66,10 @@ def _parse(text: str, file: str, stem: str, builtin: bool = False) -> dict[str, 
             found[kind] = tuple({**dict(found[kind]), **rules}.items())
         found["primitives"] = tuple(sorted(found["primitives"]))
         if extends is None or "dtype" in table:
+            if "dtype" not in table:
+                raise PolicyError('dtype is missing; or begin with extends = "gpu"')
             with _inside("dtype"):
-                found["dtype"] = _dtype(table.get("dtype"))
+                found["dtype"] = _dtype(table["dtype"])
         found["name"] = table.get("name", stem)
         if not isinstance(found["name"], str):
             raise PolicyError(f"name: must be a string, got {found['name']!r}")
