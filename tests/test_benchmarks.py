@@ -211,9 +211,8 @@ def test_a_rival_without_time_left_is_left_out():
 def test_on_gpus_float16_is_scaled_and_float32_has_two_settings():
     rivals = flax_rivals("gpu")
     assert [name for name in rivals if rivals[name].scaled] == ["autocast float16"]
-    assert set(flax_rivals("cpu")) == {
-        name for name in rivals if name not in ("autocast float16", "float32 highest")
-    }
+    on_gpus = {"autocast float16", "float32 highest"}
+    assert rivals.keys() ^ flax_rivals("cpu").keys() == {*on_gpus, "memory bfloat16"}
     subject = make_subject("mlp", "tiny")
     for name in ("autocast float16", "float32 highest"):
         program = FlaxProgram(subject, rivals[name], "training")

@@ -61,7 +61,8 @@ class FlaxProgram:
     def compile(self) -> None:
         """Compiles the program."""
         start = time.perf_counter()
-        self._compiled = self._lowered.compile()
+        options = self._rival.compiler_options
+        self._compiled = self._lowered.compile(compiler_options=options)
         self.figures["compile_seconds"] = time.perf_counter() - start
         memory = self._compiled.memory_analysis()
         self.figures["temporary_bytes"] = memory.temp_size_in_bytes
