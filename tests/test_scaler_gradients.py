@@ -201,6 +201,11 @@ def test_kernels_refuse_an_unknown_implementation():
         unscale_and_check({}, 1.0, implementation="cuda")
 
 
+def test_kernels_refuse_what_is_no_array():
+    with pytest.raises(TypeError, match="a leaf of it is 'w'"):
+        all_finite({"a": jnp.ones(2), "b": "w"})
+
+
 def parameters():
     """Parameters with a leaf that is None and one that is empty."""
     return {"w": jnp.array([1.0, -2.0]), "b": jnp.array(0.5), "n": None, "e": ()}

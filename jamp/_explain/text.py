@@ -274,8 +274,9 @@ def text(report: Figures, group: str) -> str:
 
 
 def summary(report: Figures) -> Iterator[str]:
+    count = len(report.operations)
     yield (
-        f"{len(report.operations)} equations, {report.casts} casts inserted, "
+        f"{count} equation{'s' * (count != 1)}, {report.casts} casts inserted, "
         f"{report.low_matmuls} of {runs(report.matmuls)} matmuls and convolutions in "
         f"16 bits ({report.low_flop_share:.1%} of FLOPs)"
     )

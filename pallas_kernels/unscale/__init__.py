@@ -35,6 +35,7 @@ def unscale_and_check(
 
     Raises:
       ValueError: an unknown implementation.
+      TypeError: a leaf is no array.
       NotImplementedError: the implementation can't run here; with every reason.
     """
     scale = jnp.asarray(inv_scale, jnp.float32)
@@ -57,6 +58,7 @@ def all_finite(tree: Any, *, implementation: str = "auto") -> jax.Array:
 
     Raises:
       ValueError: an unknown implementation.
+      TypeError: a leaf is no array.
       NotImplementedError: the implementation can't run here; with every reason.
     """
     request = Request(unscale=False)
@@ -73,6 +75,9 @@ def _run(
             f"unknown implementation {implementation!r}; known are "
             f"{', '.join(IMPLEMENTATIONS)}"
         )
+    for leaf in leaves:
+        if not hasattr(leaf, "dtype"):
+            raise TypeError(f"give a tree of arrays; a leaf of it is {leaf!r:.80}")
     numbers = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     chosen = fastest(numbers) if implementation == "auto" else implementation
     module = backend(chosen)
