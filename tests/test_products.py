@@ -223,6 +223,14 @@ def test_a_product_of_what_xla_transposes_runs():
     np.testing.assert_allclose(found, expected, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.usefixtures("on_processor")
+def test_a_gradient_that_is_transposed_runs():
+    """XLA would make it a product that cannot run of operands that are swapped."""
+    x, w = jnp.asarray(integers(0, (64, 32))), jnp.asarray(integers(1, (16, 32)))
+    weights = jax.jit(jax.grad(cast(lambda w, x: jnp.sum(x @ w.T))))(w, x)
+    np.testing.assert_array_equal(weights, jnp.broadcast_to(x.sum(0), w.shape))
+
+
 def test_a_transpose_behind_leaves_a_product_in_the_layout_with_instructions(tmp_path):
     """XLA would swap the operands to swallow it."""
     x, w = jnp.ones((16, 32)), jnp.ones((32, 64))
@@ -240,8 +248,12 @@ def dense(x, w):
     return nn.Dense(1, use_bias=False).apply({"params": {"kernel": w}}, x)
 
 
+def with_a_view(x, w):
+    return x @ w.T.reshape(1, 2).T
+
+
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
-@pytest.mark.parametrize("product", [jnp.matmul, dense])
+@pytest.mark.parametrize("product", [jnp.matmul, dense, with_a_view])
 def test_the_gradient_of_a_weight_is_never_rounded_to_16_bits(product, device):
     fn = gradient_of(jamp.autocast(product, device_type=device))
     # 1 + 2^-9 fits into float32 alone.

@@ -73,20 +73,17 @@ def multiply_on_cpu(
     if len(left) == 1 and left[0] < lhs.ndim - 1:
         dimension_numbers = ((*left, lhs.ndim), (*right, rhs.ndim)), batch
         lhs, rhs = (lax.expand_dims(array, (array.ndim,)) for array in (lhs, rhs))
-    rounded = to == BFLOAT16 and rounds_products()
+    # Nor may XLA swallow a transpose in front, as one that it makes of cumsum, nor one
+    # behind, for which it would swap the operands.
     result = lax.dot_general(
-        # Nor may XLA swallow a transpose in front, as one that it makes of cumsum, nor
-        # one behind, for which it would swap the operands.
         lax.optimization_barrier(lhs),
         rhs,
         dimension_numbers,
         precision=PRECISION,
-        preferred_element_type=to if rounded else FLOAT32,
+        preferred_element_type=to if to == BFLOAT16 and rounds_products() else FLOAT32,
         out_sharding=out_sharding,
     )
-    if rounded:
-        return lax.optimization_barrier(result)
-    return lax.convert_element_type(result, to)
+    return lax.convert_element_type(lax.optimization_barrier(result), to)
 
 
 def _others(ndim: int, *dims: Sequence[int]) -> list[int]:

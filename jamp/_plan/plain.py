@@ -161,6 +161,7 @@ def _bound_to_dtypes(eqn: JaxprEqn) -> bool:
 
 def cast_and_bind(equation: Equation, dtypes: Dtypes) -> list[Value]:
     eqn, operands, _, caster, *_ = equation
+    plan = caster.plan
     cast = [
         value if dtype is None else _operand(equation, value, dtype)
         for value, dtype in zip(operands, dtypes.operands, strict=True)
@@ -176,9 +177,11 @@ def cast_and_bind(equation: Equation, dtypes: Dtypes) -> list[Value]:
         rounded = traits.probability and dtype in _dtypes.LOW_DTYPES
         known = traits._replace(rounded=dtype) if rounded else traits
         results.append(Value.of(var.aval, dtype, known))
+    if eqn.primitive.name in _primitives.MOVEMENT and cast[0].number in plan.given:
+        plan.given.update(value.number for value in results)
     lowers = caster.record.ruling.rule is Rule.LOWER
     changed = used != traced or (lowers and has_own_product(eqn.primitive.name, used))
-    caster.plan.changed |= changed
+    plan.changed |= changed
     weights = _weights(equation, used)
     equation.bind(cast, results, used if changed else None, weights)
     targets = dtypes.results or (None,) * len(results)
@@ -199,12 +202,12 @@ def _weights(equation: Equation, used: Sequence[Any]) -> dict[int, Value]:
     wanted = equation.caster.options.policy.float32_gradients
     if not (wanted and has_own_product(equation.eqn.primitive.name, used)):
         return {}
-    inputs = {value.number for value in equation.plan.inputs}
+    given = equation.plan.given
     sources = {p: v.source or v for p, v in enumerate(equation.operands)}
     return {
         place: value
         for place, value in sources.items()
-        if value.dtype == FLOAT32 and value.number in inputs and not value.traits.data
+        if value.dtype == FLOAT32 and value.number in given and not value.traits.data
     }
 
 

@@ -115,6 +115,8 @@ class Plan:
     """What is to run for one program."""
 
     inputs: Values
+    # Inputs and what moves or repeats their elements, by number: weights are of these.
+    given: set[int]
     # Further inputs: casts of inputs, by position and dtype.
     extras: dict[tuple[int, DType], Value] = field(default_factory=dict)
     results: Values = ()

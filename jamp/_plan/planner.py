@@ -91,7 +91,7 @@ class _Planner:
         self._listed: dict[Policy, _Listed] = {}
 
     def plan(self, program: Any, inputs: Values, context: Context) -> Plan:
-        plan = Plan(inputs)
+        plan = Plan(inputs, {value.number for value in inputs})
         seen = [_seen(value, plan) for value in inputs]
         plan.results = self.inline(program, seen, context, plan)
         order = sorted(plan.extras, key=lambda extra: (extra[0], extra[1].name))
