@@ -112,7 +112,7 @@ def test_products_in_an_associative_scan_are_lowered(device):
     fn = partial(lax.associative_scan, jnp.matmul)
     program = traced(jamp.autocast(fn, device_type=device), jnp.ones((4, 3, 3)))
     products = [e for e in equations(program) if e.primitive.name == "dot_general"]
-    assert {v.aval.dtype for e in products for v in e.invars} == {
+    assert {v.aval.dtype for e in products for v in e.invars[:2]} == {
         jnp.dtype(LOW[device])
     }
 
