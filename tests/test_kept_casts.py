@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jaxprs import traced
 
 import jamp
@@ -224,6 +225,37 @@ def test_what_layers_share_stays_one_program():
     eqns = traced(jamp.autocast(layers, device_type="gpu"), x, w).eqns
     _, second, third = (e.params["jaxpr"] for e in eqns if "jaxpr" in e.params)
     assert second is third
+
+
+converted_p = Primitive("converted")
+converted_p.def_abstract_eval(lambda y, **params: y)
+
+
+@converted_p.def_impl
+def call_converted(y, *, static, made):
+    assert static[0] is made.program, "called with other static arguments"
+    return jaxpr_as_fun(static[0])(y)[0]
+
+
+class Converted:
+    """A function as Equinox converts it, which is compared by the program it became."""
+
+    def __init__(self, fn, y):
+        self.program = jax.make_jaxpr(fn)(y)
+
+    def __call__(self, y):
+        static = self.program, "another argument"
+        return converted_p.bind(y, static=static, made=self)
+
+
+def test_a_program_among_static_data_of_another_library_stays_the_one_that_it_was():
+    def fn(x, w):
+        y = x @ w
+        return Converted(lambda y: cast(y) * 2, y)(y)
+
+    found = jamp.autocast(fn, device_type="gpu")(x, w)
+    np.testing.assert_array_equal(found, x @ w * 2)
+    assert found.dtype == jnp.float32
 
 
 def jaxs_own():

@@ -72,20 +72,20 @@ def _with_casts(program: Any, known: dict[int, Any]) -> Any:
 def _with_cast(eqn: JaxprEqn, known: dict[int, Any]) -> Any:
     if _is_mark(eqn):
         return eqn.replace(primitive=jax.lax.convert_element_type_p, params=_CONVERSION)
-
-    def is_program(value: Any) -> bool:
-        return isinstance(value, Jaxpr | ClosedJaxpr)
-
-    def replaced(value: Any) -> Any:
-        return _with_casts(value, known) if is_program(value) else value
-
-    params = {
-        name: jax.tree.map(replaced, value, is_leaf=is_program)
-        if is_program(value) or isinstance(value, tuple)
-        else value
-        for name, value in eqn.params.items()
-    }
+    params = {n: _with_casts_in(value, known) for n, value in eqn.params.items()}
     return eqn.replace(params=params)
+
+
+def _with_casts_in(value: Any, known: dict[int, Any]) -> Any:
+    """A parameter with conversions, if it is a program or holds nothing else.
+
+    Programs among other things are static data of another library, which may hold them
+    elsewhere too and compare them: Equinox does, as it calls what it has converted.
+    """
+    held = jax.tree.leaves(value) if isinstance(value, tuple) else [value]
+    if not held or not all(isinstance(leaf, Jaxpr | ClosedJaxpr) for leaf in held):
+        return value
+    return jax.tree.map(lambda program: _with_casts(program, known), value)
 
 
 def is_kept_cast(eqn: JaxprEqn) -> bool:
