@@ -75,7 +75,7 @@ def at_root(solver):
 
 
 def at_fixed_point(model):
-    solver = optx.FixedPointIteration(1e-4, 1e-4)
+    solver = optx.FixedPointIteration(1e-3, 1e-3)
     found = optx.fixed_point(lambda y, model: 0.3 * model(y), solver, Y0, model)
     return squared(found.value)
 
@@ -136,7 +136,7 @@ LOSSES = {
     "newton": at_root(optx.Newton(1e-2, 1e-2)),
     "fixed point": at_fixed_point,
     "levenberg-marquardt": at_least_squares(optx.LevenbergMarquardt(1e-4, 1e-4)),
-    "gauss-newton": at_least_squares(optx.GaussNewton(1e-4, 1e-4)),
+    "gauss-newton": at_least_squares(optx.GaussNewton(1e-2, 1e-2)),
     "bfgs": at_minimum,
     "lu": linear(lx.LU()),
     "least squares": linear(lx.AutoLinearSolver(well_posed=False)),
