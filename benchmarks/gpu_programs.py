@@ -30,22 +30,21 @@ from subjects import SUBJECTS, make_subject
 
 import jamp
 
+LOW_GRADIENTS = replace(jamp.Policy.load("gpu"), float32_gradients=False)
 RIVALS = {
     "float32": FlaxRival(),
     "by hand bfloat16": FlaxRival(dtype=jnp.bfloat16),
     "autocast bfloat16": FlaxRival(
         transform=jamp.autocast(device_type="gpu", dtype=jnp.bfloat16)
     ),
+    "autocast bfloat16, gradients too": FlaxRival(
+        transform=jamp.autocast(
+            device_type="gpu", dtype=jnp.bfloat16, policy=LOW_GRADIENTS
+        )
+    ),
     "autocast float16": FlaxRival(transform=jamp.autocast(device_type="gpu")),
 }
-LOW_GRADIENTS = replace(jamp.Policy.load("gpu"), float32_gradients=False)
-PARALLEL = {
-    "float32": RIVALS["float32"],
-    "autocast bfloat16": RIVALS["autocast bfloat16"],
-    "autocast bfloat16, gradients too": FlaxRival(
-        transform=jamp.autocast(policy=LOW_GRADIENTS, dtype=jnp.bfloat16)
-    ),
-}
+PARALLEL = ("float32", "autocast bfloat16", "autocast bfloat16, gradients too")
 RATIOS = ("temporary_bytes", "residual_bytes", "bytes_moved")
 
 
@@ -74,10 +73,12 @@ def main() -> None:
     rows: dict[str, dict[str, Any]] = {}
     for subject in arguments.subject:
         rows[subject] = {}
-        rivals = RIVALS if arguments.devices == 1 else PARALLEL
-        for name, rival in track(rivals.items(), subject):
+        names = PARALLEL if arguments.devices > 1 else RIVALS
+        for name in track(names, subject):
             try:
-                found = figures(subject, arguments.size, rival, arguments.devices)
+                found = figures(
+                    subject, arguments.size, RIVALS[name], arguments.devices
+                )
             except Exception as error:  # noqa: BLE001 - one failure is a result
                 found = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
             rows[subject][name] = found
