@@ -55,8 +55,8 @@ def define(known: Primitive, on_cpu: Operation, *gradients: Operation) -> Primit
 
     Args:
       known: the product of JAX's.
-      on_cpu: what it is on CPUs, of operands in the dtype to multiply in; `wide` are
-        the operands before they were brought to it, where they are at hand.
+      on_cpu: what it is on CPUs, of operands in the dtype to multiply in; `wide` is
+        the left one before it was brought to it, if that is at hand.
       *gradients: for the left and the right operand its cotangent, in its dtype, from
         that of the result, the operands and the parameters.
     """
@@ -96,9 +96,8 @@ def define(known: Primitive, on_cpu: Operation, *gradients: Operation) -> Primit
 
     def run_on_cpu(lhs: Any, rhs: Any, *weights: Any, **params: Any) -> Any:
         low = [lax.convert_element_type(a, params["dtype"]) for a in (lhs, rhs)]
-        wide = [lhs, rhs]
-        for place, weight in zip(params["weights"], weights, strict=True):
-            wide[place] = weight
+        given = dict(zip(params["weights"], weights, strict=True))
+        wide = given.get(0, lhs)
         return on_cpu(*low, wide=wide, **of_jax(params))
 
     for rule, platform in ((run, None), (run_on_cpu, "cpu")):

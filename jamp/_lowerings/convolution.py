@@ -28,7 +28,7 @@ _SHAPE = (
 def _convolution_on_cpu(lhs: Any, rhs: Any, *, wide: Any, **params: Any) -> Any:
     shape = {name: params[name] for name in _SHAPE}
     to = params["preferred_element_type"]
-    return convolve_on_cpu(lhs, rhs, wide=wide[0], **shape, to=to)
+    return convolve_on_cpu(lhs, rhs, wide=wide, **shape, to=to)
 
 
 def _of_jax(lhs: Any, rhs: Any, *, params: Mapping[str, Any]) -> Any:
