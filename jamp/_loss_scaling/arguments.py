@@ -1,11 +1,11 @@
 """Arguments of loss scaling: what is checked of numbers, flags and trees of them."""
 
-from numbers import Integral, Real
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import keystr, tree_leaves_with_path
 
 from jamp._errors import ScalerError, ScalerTypeError
 
@@ -13,18 +13,10 @@ LARGEST = float(np.finfo(np.float32).max)
 LARGEST_COUNT = int(np.iinfo(np.int32).max)
 
 
-def check_types(options: dict[str, Any]) -> None:
-    """Raises for an option of a scaler that has the wrong type."""
-    for name, value in options.items():
-        optional = name in ("min_scale", "max_scale") and value is None
-        if name == "enabled":
-            kind, fine = "True or False", isinstance(value, bool | np.bool_)
-        elif name in ("growth_interval", "hysteresis"):
-            kind, fine = "an int", isinstance(value, Integral)
-        else:
-            kind, fine = "a Python number", optional or isinstance(value, Real)
-        if not fine or (name != "enabled" and isinstance(value, bool)):
-            raise ScalerTypeError(f"{name} must be {kind}, got {value!r}")
+def expect(fine: bool, value: Any, message: str) -> None:
+    """Raises if a value is not fine, with a message that ends in what it is instead."""
+    if not fine:
+        raise ScalerTypeError(f"{message} got {type(value).__name__}")
 
 
 def saved_numbers(saved: Any, keys: list[str], negative: bool) -> list[float]:
@@ -35,23 +27,24 @@ def saved_numbers(saved: Any, keys: list[str], negative: bool) -> list[float]:
             f"the state dict lacks {', '.join(map(repr, missing))}; a GradScaler's "
             f"has {', '.join(map(repr, keys))}"
         )
-    numbers = {}
+    numbers = []
     for key in keys:
         try:
-            numbers[key] = float(saved[key])
+            number = float(saved[key])
         except (TypeError, ValueError) as error:
             raise ScalerTypeError(
                 f"{key!r} of the state dict must be a number, got {saved[key]!r}"
             ) from error
         if key in ("growth_interval", "_growth_tracker"):
-            fits = 0 <= numbers[key] <= LARGEST_COUNT and numbers[key].is_integer()
+            fits = 0 <= number <= LARGEST_COUNT and number.is_integer()
         else:
-            fits = negative or not numbers[key] < 0
+            fits = negative or not number < 0
         if not fits:
             raise ScalerError(
                 f"{key!r} of the state dict is out of range: {saved[key]!r}"
             )
-    return list(numbers.values())
+        numbers.append(number)
+    return numbers
 
 
 def new_scale_of(old: jax.Array, value: Any) -> jax.Array:
@@ -60,14 +53,14 @@ def new_scale_of(old: jax.Array, value: Any) -> jax.Array:
         raise ScalerTypeError(f"new_scale must be a number, got {value!r}")
     if np.ndim(value):
         raise ScalerError(f"new_scale must be a scalar, got an array of {value.shape}")
-    if not isinstance(value, jax.Array):
-        if not 0 < value <= LARGEST:
-            raise ScalerError(
-                f"new_scale must be positive and finite in float32, got {value}"
-            )
-        return jnp.asarray(value, jnp.float32)
-    array = value.astype(jnp.float32)
-    return jnp.where((array > 0) & jnp.isfinite(array), array, old)
+    if isinstance(value, jax.Array):
+        array = value.astype(jnp.float32)
+        return jnp.where((array > 0) & jnp.isfinite(array), array, old)
+    if not 0 < value <= LARGEST:
+        raise ScalerError(
+            f"new_scale must be positive and finite in float32, got {value}"
+        )
+    return jnp.asarray(value, jnp.float32)
 
 
 def any_of(found_inf: Any, method: str) -> jax.Array:
@@ -79,10 +72,7 @@ def any_of(found_inf: Any, method: str) -> jax.Array:
             "that unscale returned" + (", or a new_scale" if method == "update" else "")
         )
     for flag in flags:
-        if not is_number(flag):
-            raise ScalerTypeError(
-                f"found_inf must be what unscale returned, got {type(flag).__name__}"
-            )
+        expect(is_number(flag), flag, "found_inf must be what unscale returned,")
     return jnp.stack([jnp.asarray(flag, bool).any() for flag in flags]).any()
 
 
@@ -90,10 +80,7 @@ def scaled(scale: jax.Array, outputs: Any) -> Any:
     """Every leaf times a scale; see `GradScaler.scale`."""
 
     def times(leaf: Any) -> jax.Array:
-        if not is_number(leaf):
-            raise ScalerTypeError(
-                f"outputs must be arrays or numbers, got {type(leaf).__name__}"
-            )
+        expect(is_number(leaf), leaf, "outputs must be arrays or numbers,")
         array = jnp.asarray(leaf)
         inexact = jnp.issubdtype(array.dtype, jnp.inexact)
         # Not promoted: float8 has no implicit promotion.
@@ -124,50 +111,36 @@ def is_number(leaf: Any) -> bool:
     return any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_))
 
 
-def check_arrays(grads: Any) -> None:
-    """Raises for gradients that are no arrays."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
-        if not hasattr(leaf, "dtype"):
-            at = jax.tree_util.keystr(path)
-            raise ScalerTypeError(
-                f"the gradients{at and ' at ' + at} must be arrays, got "
-                f"{type(leaf).__name__}"
-            )
-
-
 def differences(grads: Any, params: Any) -> str:
     """What gradients have and parameters lack, or the reverse, in words."""
-    shapes = [
-        {
-            f"{np.shape(leaf)} at {jax.tree_util.keystr(path) or 'the top'}"
-            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    held = {
+        name: {
+            f"{np.shape(leaf)} at {keystr(path) or 'the top'}"
+            for path, leaf in tree_leaves_with_path(tree)
         }
-        for tree in (grads, params)
-    ]
-    both = shapes[0] & shapes[1]
-    found = [
-        f"only {name} have {', '.join(sorted(held - both)[:3])}"
-        for name, held in zip(("gradients", "parameters"), shapes, strict=True)
-        if held - both
-    ]
-    return " and ".join(found)
+        for name, tree in (("gradients", grads), ("parameters", params))
+    }
+    both = set.intersection(*held.values())
+    return " and ".join(
+        f"only {name} have {', '.join(sorted(own - both)[:3])}"
+        for name, own in held.items()
+        if own - both
+    )
 
 
 def refuse_float16(tree: Any, what: str) -> None:
     """Raises if a tree, which the message calls `what`, has float16 leaves."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     paths = [
-        jax.tree_util.keystr(path)
-        for path, leaf in leaves
+        keystr(path)
+        for path, leaf in tree_leaves_with_path(tree)
         if getattr(leaf, "dtype", None) == jnp.float16
     ]
     if paths:
         shown = ", ".join(paths[:5]) + (" ..." if len(paths) > 5 else "")
         # A tree that is one array has no path.
-        where = f" at {shown}" if shown else ""
         raise ScalerError(
-            f"{what}{where} are float16: keep the parameters in float32 and let "
-            "jamp.autocast cast them where they are used"
+            f"{what}{shown and ' at ' + shown} are float16: keep the parameters in "
+            "float32 and let jamp.autocast cast them where they are used"
         )
 
 

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, InitVar, dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass, fields
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.tree_util import keystr, tree_leaves_with_path
 
 from jamp._autocast import as_written
 from jamp._errors import ScalerError, ScalerTypeError
 from jamp._loss_scaling import arguments
-from jamp._loss_scaling.arguments import LARGEST, LARGEST_COUNT, any_of, select
+from jamp._loss_scaling.arguments import LARGEST, LARGEST_COUNT, any_of, expect, select
 from jamp.pallas_kernels import unscale_and_check
 
 _KEYS = "scale growth_factor backoff_factor growth_interval _growth_tracker".split()
 _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
+# What an option may be, by its annotation.
+_TYPES: dict[Any, tuple[Any, str]] = {
+    "bool": (bool | np.bool_, "True or False"),
+    "int": (Integral, "an int"),
+    "float": (Real, "a Python number"),
+    "float | None": (Real | None, "a Python number"),
+}
 
 
 class ScalerState(NamedTuple):
@@ -92,7 +101,12 @@ class GradScaler:
                 "a jamp.GradScaler has no device, and takes its options by name, as in "
                 f"GradScaler(init_scale=1024.0): got {device!r}"
             )
-        arguments.check_types(vars(self))
+        for option in fields(GradScaler):
+            value, (kinds, words) = getattr(self, option.name), _TYPES[option.type]
+            # A bool is an int too.
+            misplaced = isinstance(value, bool) and option.type != "bool"
+            if misplaced or not isinstance(value, kinds):
+                raise ScalerTypeError(f"{option.name} must be {words}, got {value!r}")
         low, high = self.min_scale, self.max_scale
         positive = low is None or self.backoff_factor > 0
         for fine, problem in (
@@ -113,7 +127,11 @@ class GradScaler:
 
     def init(self) -> ScalerState:
         """The state to begin with; a disabled scaler has a scale of 1."""
-        return _state(self.init_scale if self.enabled else 1.0, 0)
+        return ScalerState(
+            scale=jnp.asarray(self.init_scale if self.enabled else 1.0, jnp.float32),
+            growth_tracker=jnp.zeros((), jnp.int32),
+            hysteresis_tracker=jnp.zeros((), jnp.int32),
+        )
 
     def scale(self, state: ScalerState, outputs: Any = None) -> Any:
         """Multiplies a loss, or every array of a pytree, by the scale.
@@ -153,7 +171,9 @@ class GradScaler:
             return grads, jnp.array(False)
         what = "Attempting to unscale FP16 gradients: the gradients"
         arguments.refuse_float16(grads, what)
-        arguments.check_arrays(grads)
+        for path, leaf in tree_leaves_with_path(grads):
+            at = f" at {keystr(path)}" if path else ""
+            expect(hasattr(leaf, "dtype"), leaf, f"the gradients{at} must be arrays,")
         inverse = 1 / state.scale
         unscaled, found_inf = unscale_and_check(grads, inverse)
         # Where denormal numbers are flushed, the inverse of a scale above 2**126 is
@@ -188,12 +208,10 @@ class GradScaler:
         tracker = state.growth_tracker + 1
         grows = ~found & (tracker == self.growth_interval)
         grown = _product(state.scale, self.growth_factor)
-        if self.max_scale is not None:
-            grown = jnp.minimum(grown, self.max_scale)
+        grown = jnp.clip(grown, max=self.max_scale)
         scale = jnp.where(grows & jnp.isfinite(grown), grown, state.scale)
         backed_off = _product(state.scale, self.backoff_factor)
-        if self.min_scale is not None:
-            backed_off = jnp.maximum(backed_off, self.min_scale)
+        backed_off = jnp.clip(backed_off, min=self.min_scale)
         return ScalerState(
             scale=jnp.where(backs_off, backed_off, scale),
             growth_tracker=jnp.where(found | grows, 0, tracker),
@@ -231,10 +249,8 @@ class GradScaler:
         """
         call = "step(state, tx, grads, found_inf, opt_state, params)"
         _check_state(state, call)
-        if not isinstance(tx, optax.GradientTransformation):
-            raise ScalerTypeError(
-                f"the optimizer comes second: scaler.{call}; got {type(tx).__name__}"
-            )
+        second = f"the optimizer comes second: scaler.{call};"
+        expect(isinstance(tx, optax.GradientTransformation), tx, second)
         if arguments.instances(opt_state, ScalerState):
             raise ScalerError(
                 "the optimizer is one of jamp.dynamic_loss_scaling, which unscales and "
@@ -281,7 +297,7 @@ class GradScaler:
           ScalerError: the dict is empty, lacks a key, or has a value out of range.
           ScalerTypeError: a value is no number, or an option is in the dict too.
         """
-        both = options.keys() & set(_KEYS) | options.keys() & {"init_scale"}
+        both = options.keys() & {*_KEYS, "init_scale"}
         if both:
             raise ScalerTypeError(
                 f"the state dict holds {', '.join(sorted(both))}: change it there"
@@ -306,15 +322,13 @@ class GradScaler:
             growth_interval=int(interval),
             **options,
         )
-        return scaler, _state(scale, int(tracker))
+        count = jnp.asarray(int(tracker), jnp.int32)
+        return scaler, scaler.init()._replace(growth_tracker=count)
 
 
 def _check_state(state: Any, call: str) -> None:
-    if not isinstance(state, ScalerState):
-        raise ScalerTypeError(
-            f"the state comes first: scaler.{call}, with what scaler.init() or update "
-            f"returned; got {type(state).__name__}"
-        )
+    message = f"the state comes first: scaler.{call}, with what scaler.init() or update"
+    expect(isinstance(state, ScalerState), state, f"{message} returned;")
 
 
 def _product(scale: jax.Array, factor: float) -> jax.Array:
@@ -324,11 +338,3 @@ def _product(scale: jax.Array, factor: float) -> jax.Array:
     with jax.enable_x64(True):
         product = scale.astype(jnp.float64) * np.float64(factor)
         return jnp.asarray(product, jnp.float32)
-
-
-def _state(scale: float, tracker: int) -> ScalerState:
-    return ScalerState(
-        scale=jnp.asarray(scale, jnp.float32),
-        growth_tracker=jnp.asarray(tracker, jnp.int32),
-        hysteresis_tracker=jnp.zeros((), jnp.int32),
-    )

@@ -91,10 +91,8 @@ def dynamic_loss_scaling(
         raise ScalerTypeError(
             f"inner must be an optax optimizer, got {type(inner).__name__}{hint}"
         )
-    if not isinstance(scaler, GradScaler | None):
-        raise ScalerTypeError(
-            f"scaler must be a jamp.GradScaler, got {type(scaler).__name__}"
-        )
+    known = isinstance(scaler, GradScaler | None)
+    arguments.expect(known, scaler, "scaler must be a jamp.GradScaler,")
     inner = optax.with_extra_args_support(inner)
     scaling = _LossScaling(inner, scaler or GradScaler(), axis_name)
     return optax.GradientTransformationExtraArgs(scaling.init, scaling.update)
@@ -160,9 +158,8 @@ class _LossScaling:
             )
         grads, found = self._unscale(state.scaler_state, grads)
         if "grad" in extra_args:
-            unscaled, found_too = self._unscale(state.scaler_state, extra_args["grad"])
-            extra_args["grad"] = unscaled
-            found = found | found_too
+            unscaled, too = self._unscale(state.scaler_state, extra_args["grad"])
+            extra_args["grad"], found = unscaled, found | too
         if self.axis_name is not None and self.scaler.enabled:
             found = arguments.on_any_shard(found, self.axis_name)
         found = found | state.overflowed
@@ -187,23 +184,22 @@ class _LossScaling:
             updates, inner_state = select(
                 found & ended, (zeros, unstepped), (updates, inner_state)
             )
-        during = state._replace(overflowed=found, inner_state=())
-        after = DynamicLossScalingState(
-            scaler_state=self.scaler.update(state.scaler_state, found),
-            last_step_skipped=found,
-            skipped_steps=state.skipped_steps + found.astype(jnp.int32),
-            total_steps=optax.safe_increment(state.total_steps),
-            overflowed=jnp.array(False),
-            inner_state=(),
+        counters: tuple[Any, Any, Any, Any] = (
+            self.scaler.update(state.scaler_state, found),
+            found,
+            state.skipped_steps + found.astype(jnp.int32),
+            optax.safe_increment(state.total_steps),
         )
-        return updates, select(ended, after, during)._replace(inner_state=inner_state)
+        counters = select(ended, counters, state[:4])
+        return updates, DynamicLossScalingState(
+            *counters, overflowed=found & ~ended, inner_state=inner_state
+        )
 
     def _unscale(self, state: ScalerState, grads: Any) -> tuple[Any, jax.Array]:
         if self.scaler.enabled:
             return self.scaler.unscale(state, grads)
         # The state may be a restored one with a scale, which the loss then has.
-        unscaled, _ = unscale_and_check(grads, 1 / state.scale)
-        return unscaled, jnp.array(False)
+        return unscale_and_check(grads, 1 / state.scale)[0], jnp.array(False)
 
 
 def _end(old: Any, new: Any) -> tuple[jax.Array, Any]:
@@ -292,16 +288,13 @@ def _misplacement(node: Any) -> str:
     )
 
 
-def _warn(node: Any) -> None:
-    if message := _misplacement(node):
-        warnings.warn(message, JampWarning, stacklevel=users_level())
-
-
 def find_state(tree: Any, hint: str = "") -> Any:
     """The state of loss scaling in a tree; an error, which ends in a hint, if none."""
     found = instances(tree, (DynamicLossScalingState, ScalerState))
     if len(found) == 1:
-        jax.tree.map(_warn, tree, is_leaf=lambda node: bool(_misplacement(node)))
+        nodes = jax.tree.leaves(tree, is_leaf=lambda node: bool(_misplacement(node)))
+        for message in filter(None, map(_misplacement, nodes)):
+            warnings.warn(message, JampWarning, stacklevel=users_level())
         return found[0]
     if found:
         raise ScalerError(
