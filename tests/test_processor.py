@@ -107,10 +107,8 @@ def products(fn, *args, platform="cpu"):
 
 
 WIDE, PLAIN = ("f32", "f32", "f32", True), ("bf16", "bf16", "bf16", False)
-# XLA of JAX 0.10 has fast products with float32 results alone.
-LOW = (
-    PLAIN if jaxlib.version.__version_info__ >= (0, 11) else (*PLAIN[:2], "f32", False)
-)
+# XLA's fast products of small matrices have float32 results, which are rounded.
+LOW = (*PLAIN[:2], "f32", False)
 
 
 @pytest.mark.parametrize(
@@ -134,6 +132,14 @@ def test_bfloat16_matrices_are_multiplied_as_is_fastest(
     low = X.astype(jnp.bfloat16)
     loss = jax.grad(lambda x, y: jnp.sum(fn(x, y)), argnums=(0, 1))
     assert products(loss, low, low, platform=platform) == [product] * 2
+
+
+def test_large_products_are_rounded_by_xla_where_that_is_as_fast(choose_processor):
+    choose_processor(NEW)
+    large = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+    fast = jaxlib.version.__version_info__ >= (0, 11)
+    fn = jamp.autocast(jnp.matmul, dtype=jnp.bfloat16)
+    assert products(fn, large, large) == [PLAIN if fast else LOW]
 
 
 @pytest.mark.parametrize("cpu_info", [OLD, NEW])

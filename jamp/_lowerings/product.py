@@ -1,5 +1,6 @@
 """Matrix products of 16-bit arrays, and what they become on CPUs."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,9 @@ from jamp._lowerings.processor import (
     multiplies_bfloat16,
     rounds_products,
 )
+
+# Of fewer multiplications XLA writes bfloat16 more slowly than float32, to be rounded.
+_ROUNDED_FROM = 2**26
 
 Dims = tuple[int, ...]
 DimensionNumbers = tuple[tuple[Dims, Dims], tuple[Dims, Dims]]
@@ -73,6 +77,8 @@ def multiply_on_cpu(
     if len(left) == 1 and left[0] < lhs.ndim - 1:
         dimension_numbers = ((*left, lhs.ndim), (*right, rhs.ndim)), batch
         lhs, rhs = (lax.expand_dims(array, (array.ndim,)) for array in (lhs, rhs))
+    rounded = to == BFLOAT16 and rounds_products()
+    rounded = rounded and _multiplications(lhs, rhs, dimension_numbers) >= _ROUNDED_FROM
     # Nor may XLA swallow a transpose in front, as one that it makes of cumsum, nor one
     # behind, for which it would swap the operands.
     result = lax.dot_general(
@@ -80,10 +86,18 @@ def multiply_on_cpu(
         rhs,
         dimension_numbers,
         precision=PRECISION,
-        preferred_element_type=to if to == BFLOAT16 and rounds_products() else FLOAT32,
+        preferred_element_type=to if rounded else FLOAT32,
         out_sharding=out_sharding,
     )
     return lax.convert_element_type(lax.optimization_barrier(result), to)
+
+
+def _multiplications(lhs: Any, rhs: Any, dims: DimensionNumbers) -> float:
+    """How many a product takes, without end where sizes are not known."""
+    (_, right), (_, batch) = dims
+    free = (rhs.shape[d] for d in _others(rhs.ndim, right, batch))
+    count = math.prod((*lhs.shape, *free))
+    return count if isinstance(count, int) else math.inf
 
 
 def _others(ndim: int, *dims: Sequence[int]) -> list[int]:
