@@ -109,6 +109,22 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.parametrize("bound", [False, True], ids=["argument", "function"])
+def test_eager_calls_of_a_module_trace_once_for_each_structure_of_arguments(bound):
+    linear, traces = nnx.Linear(4, 2, rngs=nnx.Rngs(0)), []
+
+    def apply(model, inputs):
+        traces.append([*inputs])
+        return model(inputs["x"] if "x" in inputs else -inputs["y"])
+
+    fn = gpu(lambda inputs: apply(linear, inputs)) if bound else gpu(apply)
+    given = () if bound else (linear,)
+    results = [fn(*given, {name: X}) for name in ("x", "y", "x", "y")]
+    assert traces == [["x"], ["y"]]
+    np.testing.assert_array_equal(results[0], results[2])
+    near(results[1], -results[0].astype(jnp.float32).astype(jnp.float16))
+
+
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_gradients_are_float32_and_the_state_is_updated(transform):
     expected, model = Net(), Net()

@@ -106,10 +106,11 @@ def _find_paths(
     if not packed:
         return paths, None
     _, state, held = call.args
+    slots = jax.tree.leaves(held)
     # A module's number stands in its place.
     modules = {
-        slot.index: path
-        for path, (_, leaf), slot in zip(paths, given, held, strict=True)
+        int(slot): path
+        for path, (_, leaf), slot in zip(paths, given, slots, strict=True)
         if slot is not leaf
     }
     inside = [_in_module(path, modules) for path, _ in jax.tree.leaves_with_path(state)]

@@ -19,11 +19,8 @@ from jamp._tracing.checks import refuse_made
 from jamp._tracing.trace import pass_for
 
 
-@dataclass(frozen=True)
-class _Slot:
+class _Slot(int):
     """Stands in the arguments for the module of this number."""
-
-    index: int
 
 
 @dataclass(frozen=True)
@@ -53,12 +50,17 @@ def prepare(fn: Callable[..., Any], args: Any, kwargs: Any) -> Prepared:
     if nnx is None:
         return as_it_is
     own, with_modules = _own_modules(fn, nnx)
-    leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=partial(is_node, nnx))
-    modules = [*own, *(leaf for leaf in leaves if is_node(nnx, leaf))]
+    modules = [*own]
+
+    def slot(leaf: Any) -> Any:
+        if not is_node(nnx, leaf):
+            return leaf
+        modules.append(leaf)
+        return _Slot(len(modules) - 1)
+
+    held = jax.tree.map(slot, (args, kwargs), is_leaf=partial(is_node, nnx))
     if not modules:
         return as_it_is
-    numbers = iter(range(len(own), len(modules)))
-    held = [_Slot(next(numbers)) if is_node(nnx, leaf) else leaf for leaf in leaves]
     structure, state = nnx.split(modules)
 
     def call(structure: Any, state: Any, held: Any) -> Any:
@@ -67,12 +69,11 @@ def prepare(fn: Callable[..., Any], args: Any, kwargs: Any) -> Prepared:
             path: jax.tree.leaves(leaf) for path, leaf in nnx.to_flat_state(state)
         }
         copies = nnx.merge(structure, state)
-        filled = [
-            copies[leaf.index] if isinstance(leaf, _Slot) else leaf for leaf in held
-        ]
-        inner_args, inner_kwargs = jax.tree.unflatten(tree, filled)
-        result = with_modules(copies)(*inner_args, **inner_kwargs)
-        refuse_made(result, jax.tree.leaves((inner_args, inner_kwargs)))
+        given = jax.tree.map(
+            lambda leaf: copies[leaf] if isinstance(leaf, _Slot) else leaf, held
+        )
+        result = with_modules(copies)(*given[0], **given[1])
+        refuse_made(result, jax.tree.leaves(given))
         return result, _changed(nnx, before, nnx.split(copies)[1])
 
     pass_for(fn, call)
@@ -140,10 +141,10 @@ def _own_modules(fn: Any, nnx: Any) -> tuple[list[Any], Callable[[list[Any]], An
     """
     if is_node(nnx, fn):
         return [fn], lambda copies: copies[0]
-    if isinstance(fn, types.MethodType) and is_node(nnx, fn.__self__):
+    method = isinstance(fn, types.MethodType)
+    if method and is_node(nnx, fn.__self__):
         return [fn.__self__], lambda copies: types.MethodType(fn.__func__, copies[0])
-    held = getattr(fn, "__closure__", None)
-    cells = () if held is None or isinstance(fn, types.MethodType) else held
+    cells = () if method else getattr(fn, "__closure__", None) or ()
     own = [v for v in map(_content, cells) if is_node(nnx, v)]
 
     def with_modules(copies: list[Any]) -> Any:
