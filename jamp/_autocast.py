@@ -2,10 +2,9 @@
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Never, ParamSpec, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Never, ParamSpec, TypedDict, TypeVar, Unpack, cast, overload
 
 import jax
 import numpy as np
@@ -21,9 +20,8 @@ from jamp._plan.planner import make_plan, warn_unmatched
 from jamp._policy.policy import Policy
 from jamp._tracing import nnx_modules, regions
 from jamp._tracing.checks import check_function, is_array, signature
-from jamp._tracing.functions import in_functions
 from jamp._tracing.regions import Arguments, Options
-from jamp._tracing.trace import Traced, trace
+from jamp._tracing.trace import in_functions, trace
 
 # How many programs a function keeps for its eager calls.
 _PROGRAMS = 128
@@ -43,66 +41,31 @@ class _AutocastOptions(TypedDict, total=False):
     output_dtype: Any
 
 
-class _Rewritten:
-    """A function as traced and planned for one signature."""
-
-    def __init__(self, traced: Traced, arrays: Sequence[Any], options: Options):
-        self.traced = traced
-        self.plan = make_plan(traced.program, arrays, options)
+def _run(call: nnx_modules.Prepared, options: Options, eager_programs: LRU) -> Any:
+    """Runs a call under autocast; an eager one again as what it was rewritten to."""
+    leaves, tree = jax.tree.flatten((call.args, call.kwargs))
+    arrays = [leaf for leaf in leaves if is_array(leaf)]
+    # What traces anew, as a new jax.jit does, sees what is new.
+    key = None if under_trace(arrays) else signature(leaves, tree, options)
+    found = None if key is None else eager_programs.get(key)
+    if found is None:
+        traced = trace(call.fn, options, call.args, call.kwargs)
+        plan = make_plan(traced.program, arrays, options)
         warn_unmatched(options.policy)
-        self._compiled: Callable[..., Any] | None = None
-
-    def emit(self, *arrays: Any) -> list[Any]:
-        return emit(self.plan, arrays)
-
-    def run(self, arrays: Sequence[Any]) -> list[Any]:
-        """Runs the plan, which eager calls run again without emitting it anew."""
-        if self._compiled is None:
-            self._compiled = jaxpr_as_fun(jax.make_jaxpr(self.emit)(*arrays))
-        results: list[Any] = self._compiled(*arrays)
-        return results
-
-
-class _Transformed:
-    """A function under autocast, with the programs of its eager calls."""
-
-    def __init__(self, fn: Callable[..., Any], output_dtype: Any):
-        self._fn = fn
-        self._output_dtype = output_dtype
-        self._rewritten = LRU(_PROGRAMS)
-
-    def __call__(self, options: Options, args: Any, kwargs: Any) -> Any:
-        if regions.current() is not None:
-            with regions.region(options):
-                result = self._fn(*args, **kwargs)
-        elif not options.enabled:
-            result = self._fn(*args, **kwargs)
-        else:
-            call = nnx_modules.prepare(self._fn, args, kwargs)
-            result = call.finish(self._run(options, call.fn, call.args, call.kwargs))
-        return _cast_outputs(result, self._output_dtype)
-
-    def _run(self, options: Options, fn: Any, args: Any, kwargs: Any) -> Any:
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        arrays = [leaf for leaf in leaves if is_array(leaf)]
-        if under_trace(arrays):
-            # What traces anew, as a new jax.jit does, sees what is new.
-            traced = trace(fn, options, args, kwargs)
-            return traced.rebuild(_Rewritten(traced, arrays, options).emit(*arrays))
-        key = signature(leaves, tree, options)
-        found = None if key is None else self._rewritten.get(key)
-        if found is None:
-            traced = trace(fn, options, args, kwargs)
-            found = _Rewritten(traced, arrays, options)
-            if key is None or not traced.repeatable:
-                return traced.rebuild(found.emit(*arrays))
-            self._rewritten.put(key, found)
-        return found.traced.rebuild(found.run(arrays))
+        if key is None or not traced.repeatable:
+            return traced.rebuild(emit(plan, arrays))
+        program = jax.make_jaxpr(lambda *arrays: emit(plan, arrays))(*arrays)
+        found = jaxpr_as_fun(program), traced.rebuild
+        eager_programs.put(key, found)
+    run, rebuild = found
+    return rebuild(run(*arrays))
 
 
 def _cast_outputs(result: Any, dtype: Any) -> Any:
-    def cast(leaf: Any) -> Any:
-        if not is_array(leaf) or not jax.numpy.issubdtype(leaf.dtype, np.floating):
+    def converted(leaf: Any, of_function: bool) -> Any:
+        if of_function or not is_array(leaf):
+            return leaf
+        if not jax.numpy.issubdtype(leaf.dtype, np.floating):
             return leaf
         outer = regions.current()
         if outer is None or leaf.dtype != dtype:
@@ -116,8 +79,7 @@ def _cast_outputs(result: Any, dtype: Any) -> Any:
     if dtype is None:
         return result
     leaves, tree = jax.tree.flatten(result)
-    pairs = zip(leaves, in_functions(result), strict=True)
-    return jax.tree.unflatten(tree, [x if keeps else cast(x) for x, keeps in pairs])
+    return jax.tree.unflatten(tree, map(converted, leaves, in_functions(result)))
 
 
 class Autocast:
@@ -135,7 +97,7 @@ class Autocast:
         check_function("autocast", fn)
         if isinstance(fn, Autocast):
             raise AutocastTypeError("autocast takes a function, got an autocast")
-        transformed = _Transformed(fn, self._output_dtype)
+        eager_programs = LRU(_PROGRAMS)
 
         # Not the attributes: a module is callable and full of them.
         @functools.wraps(fn, updated=())
@@ -143,8 +105,13 @@ class Autocast:
             options = self._arguments.options()
             if options.enabled and options.device_type == "cpu":
                 warn_if_slow(options.dtype)
-            result: _R = transformed(options, args, kwargs)
-            return result
+            if regions.current() is not None or not options.enabled:
+                with regions.region(options):
+                    result = fn(*args, **kwargs)
+            else:
+                call = nnx_modules.prepare(fn, args, kwargs)
+                result = call.finish(_run(call, options, eager_programs))
+            return cast(_R, _cast_outputs(result, self._output_dtype))
 
         # With itself: `functools.wraps` copies attributes to other functions.
         vars(under_autocast)[_MADE] = under_autocast, fn, self._arguments
@@ -160,14 +127,13 @@ class Autocast:
                 "none of: leave it out"
             )
         options = self._arguments.options()
-        inside = regions.current() is not None
-        if options.enabled and not inside:
+        if options.enabled and regions.current() is None:
             raise AutocastError(
                 "an autocast region takes effect only inside a function under autocast:"
                 " it cannot rewrite code that nobody traces. Wrap the function, as in "
                 "jamp.autocast(fn)(x) or @jamp.autocast above its def"
             )
-        region = regions.region(options) if inside else nullcontext()
+        region = regions.region(options)
         region.__enter__()
         self._entered.__dict__.setdefault("regions", []).append(region)
 

@@ -231,7 +231,8 @@ def _in_regions(program: Any, settings: Settings) -> Any:
     """A traced program in which some lines stand in a disabled region."""
     if not settings.regions:
         return program
-    with regions.region(replace(settings.options, enabled=False)):
+    options = settings.options
+    with regions.tracing(options), regions.region(replace(options, enabled=False)):
         mark = current_name_stack()
 
     def marked(value: Any) -> Any:

@@ -1,19 +1,19 @@
-"""The loop over a plan's steps, and the actions that are one binding."""
+"""The loop over a plan's steps, and the actions that are one binding or conversion."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import jax
 from jax.extend.core import JaxprEqn
 from jax.extend.source_info_util import current_name_stack, user_context
+from jax.sharding import get_abstract_mesh, use_abstract_mesh
 
 from jamp import _dtypes
 from jamp._compat import settings
-from jamp._emit.conversion import convert, convert_all
 from jamp._equations import bind, bind_primitive
 from jamp._lowerings.lower import lowering
-from jamp._plan.plan import Action, Bind, Broadcast, Cast, Plan, Structural
+from jamp._plan.plan import Action, Bind, Broadcast, Cast, Plan
 from jamp._plan.values import Value
 
 Arrays = Sequence[Any]
@@ -54,10 +54,11 @@ class Emitter:
             return env[value.number] if value.known is None else value.known
 
         for step in plan.steps:
-            with _source_of(*step.source) if step.source else nullcontext():
+            with _source_of(step.source):
                 for action in step.actions:
                     taken = [read(value) for value in action.operands]
-                    made = _emissions[_kind(action)](self, action, taken)
+                    kind = getattr(action, "kind", type(action))
+                    made = _emissions[kind](self, action, taken)
                     for value, array in zip(action.results, made, strict=True):
                         env[value.number] = array
         return [read(value) for value in plan.results]
@@ -81,19 +82,33 @@ class Emitter:
 
 
 @contextmanager
-def _source_of(eqn: JaxprEqn, *inside: JaxprEqn) -> Iterator[None]:
+def _source_of(nested: Sequence[JaxprEqn]) -> Iterator[None]:
     """Gives what is emitted the source, scopes and settings of nested equations."""
-    names = current_name_stack() + eqn.source_info.name_stack
-    with user_context(eqn.source_info.traceback, name_stack=names), settings(eqn):
-        if not inside:
-            yield
-        else:
-            with _source_of(*inside):
-                yield
+    with ExitStack() as contexts:
+        for eqn in nested:
+            names = current_name_stack() + eqn.source_info.name_stack
+            source = user_context(eqn.source_info.traceback, name_stack=names)
+            contexts.enter_context(source)
+            contexts.enter_context(settings(eqn))
+        yield
 
 
-def _kind(action: Action) -> type[Action] | str:
-    return action.kind if isinstance(action, Structural) else type(action)
+def convert(array: Any, dtype: Any) -> Any:
+    """An array in a dtype, on the mesh that it lives on."""
+    if jax.typeof(array).dtype == dtype:
+        return array
+    mesh, current = jax.typeof(array).sharding.mesh, get_abstract_mesh()
+    # An equation may lead from one mesh to another.
+    leads = not (mesh.empty or current.empty or mesh == current)
+    with use_abstract_mesh(mesh) if leads else nullcontext():
+        return jax.lax.convert_element_type(array, dtype)
+
+
+def convert_all(arrays: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
+    return [
+        array if dtype is None else convert(array, dtype)
+        for array, dtype in zip(arrays, dtypes, strict=True)
+    ]
 
 
 @emits(Cast)

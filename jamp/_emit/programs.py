@@ -9,6 +9,7 @@ function. This is the only place where something is planned while a plan runs.
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from itertools import islice, zip_longest
 from typing import Any
 
 import jax
@@ -20,8 +21,7 @@ from jax.tree_util import Partial
 
 from jamp import _dtypes
 from jamp._compat import scan_counts
-from jamp._emit.conversion import convert, convert_all
-from jamp._emit.emitter import Arrays, Emitter, emit, emits
+from jamp._emit.emitter import Arrays, Emitter, convert, convert_all, emit, emits
 from jamp._equations import bind, constants
 from jamp._errors import AutocastError
 from jamp._plan.derivative_rules import (
@@ -113,15 +113,16 @@ def emit_linear_solve(emitter: Emitter, action: Structural, arrays: Arrays) -> A
     programs, lengths = (action.eqn.params[n] for n in ("jaxprs", "const_lengths"))
     plans, consts = iter(action.plans), iter(arrays)
     sides = arrays[sum(lengths) :]
-    rewritten: list[Any] = []
-    for program, length in zip(programs, lengths, strict=True):
-        taken = [*(next(consts) for _ in range(length)), *sides]
+
+    def rewritten(program: Any, length: int) -> Any:
+        taken = [*islice(consts, length), *sides]
         if program is None:
-            rewritten.append(None)
-            continue
+            return None
         dtypes = [_dtypes.dtype_of(var) for var in program.jaxpr.outvars]
-        rewritten.append(emitter.closed(next(plans), taken, into=dtypes))
-    return bind(action.eqn, arrays, jaxprs=type(programs)(*rewritten))
+        return emitter.closed(next(plans), taken, into=dtypes)
+
+    solvers = type(programs)(*map(rewritten, programs, lengths))
+    return bind(action.eqn, arrays, jaxprs=solvers)
 
 
 @jax.custom_jvp
@@ -214,9 +215,7 @@ def emit_while(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
 
 
 @emits("custom_jvp_call")
-def emit_custom_jvp(
-    emitter: Emitter, action: Structural, arrays: list[Any]
-) -> Sequence[Any]:
+def emit_custom_jvp(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
     (inner,), eqn = action.plans, action.eqn
     count = len(inner.results)
 
@@ -228,7 +227,7 @@ def emit_custom_jvp(
         context = action.context._replace(linear=True)
         values = [*_inputs(action), *map(Value, map(jax.typeof, taken))]
         plan = plan_program(program, values, context)
-        outs = _in_dtypes(emit(plan, [*primals, *taken]), plan, inner.dtypes * 2)
+        outs = _run_rule(plan, [*primals, *taken], inner.dtypes * 2)
         zeros = zero_results(program)[count:]
         return outs[:count], tuple(
             SymbolicZero(jax.typeof(tangent)) if zero else tangent
@@ -242,9 +241,7 @@ def emit_custom_jvp(
 
 
 @emits("custom_vjp_call")
-def emit_custom_vjp(
-    emitter: Emitter, action: Structural, arrays: list[Any]
-) -> Sequence[Any]:
+def emit_custom_vjp(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
     (inner,), eqn, context = action.plans, action.eqn, action.context
     outs = len(inner.results)
     takes_zeros = eqn.params.get("symbolic_zeros", False)
@@ -254,19 +251,21 @@ def emit_custom_vjp(
         slots = tuple(s for s in differentiable(eqn) if primals[s].perturbed)
         forward = _checked(eqn, rules.forward(slots))
         plan = plan_program(forward, _inputs(action), context)
-        results = emit(plan, [primal.value for primal in primals])
-        pullback = Partial(pullback_of(slots), results[outs:])
-        return _in_dtypes(results[:outs], plan, inner.dtypes), pullback
+        results = _run_rule(plan, [primal.value for primal in primals], inner.dtypes)
+        return results[:outs], Partial(pullback_of(slots), results[outs:])
 
     @cache
     def pullback_of(slots: tuple[int, ...]) -> Callable[..., tuple[Any, ...]]:
-        def pullback(residuals: list[Any], cotangents: Any) -> tuple[Any, ...]:
+        def pullback(residuals: Sequence[Any], cotangents: Any) -> tuple[Any, ...]:
             zeros = tuple(takes_zeros and _is_zero(ct) for ct in cotangents)
             backward = _checked(eqn, rules.backward(slots, zeros))
-            taken = [*residuals, *map(_instantiated, cotangents)]
-            plan = plan_for(backward, taken, context)
+            arrays = [
+                np.zeros(ct.shape, ct.dtype) if _is_zero(ct) else ct
+                for ct in cotangents
+            ]
+            taken = [*residuals, *arrays]
             dtypes = [action.operands[slot].dtype for slot in slots]
-            gradients = _in_dtypes(emit(plan, taken), plan, dtypes)
+            gradients = _run_rule(plan_for(backward, taken, context), taken, dtypes)
             # Those of other rules are arrays: JAX 0.10 fails on zeros in some loops.
             symbolic = [takes_zeros and zero for zero in zero_results(backward)]
             found = zip(slots, gradients, symbolic, strict=True)
@@ -275,20 +274,17 @@ def emit_custom_vjp(
 
         return pullback
 
-    def bwd(pullback: Any, cotangents: Any) -> tuple[Any, ...]:
-        gradients: tuple[Any, ...] = pullback(cotangents)
-        return gradients
+    def bwd(pullback: Any, cotangents: Any) -> Any:
+        return pullback(cotangents)
 
     function = jax.custom_vjp(_primal(emitter, action))
     function.defvjp(fwd, bwd, symbolic_zeros=True)
-    results: Sequence[Any] = function(*arrays)
+    results: Arrays = function(*arrays)
     return results
 
 
 @emits("custom_vmap_call")
-def emit_custom_vmap(
-    emitter: Emitter, action: Structural, arrays: list[Any]
-) -> Sequence[Any]:
+def emit_custom_vmap(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
     (inner,), eqn, context = action.plans, action.eqn, action.context
 
     def rule(size: int, batched: Sequence[bool], *arrays: Any) -> tuple[Any, Any]:
@@ -299,13 +295,12 @@ def emit_custom_vmap(
         ]
         by_rule = jax.vmap(call_of(eqn), in_axes=axes, axis_size=size)
         program = make_jaxpr(by_rule, context.region)(*avals)
-        plan = plan_for(program, arrays, context)
-        outs = _in_dtypes(emit(plan, arrays), plan, inner.dtypes)
+        outs = _run_rule(plan_for(program, arrays, context), arrays, inner.dtypes)
         return outs, (True,) * len(outs)
 
     function = jax.custom_batching.custom_vmap(_primal(emitter, action))
     function.def_vmap(rule)
-    results: Sequence[Any] = function(*arrays)
+    results: Arrays = function(*arrays)
     return results
 
 
@@ -322,6 +317,15 @@ def _checked(eqn: JaxprEqn, rule: Any) -> Any:
     return rule
 
 
+def _run_rule(plan: Plan, arrays: Arrays, dtypes: Sequence[Any]) -> tuple[Any, ...]:
+    """Results of a rule, the first of them in the dtypes that JAX expects of it."""
+    results = zip_longest(emit(plan, arrays), plan.results, dtypes)
+    return tuple(
+        convert(array, dtype) if value.eligible and _dtypes.eligible(dtype) else array
+        for array, value, dtype in results
+    )
+
+
 def _inputs(action: Structural) -> list[Value]:
     """Values of a function's inputs inside its rule."""
     return [Value(value.aval, value.traits) for value in action.operands]
@@ -331,37 +335,17 @@ def _is_zero(tangent: Any) -> bool:
     return isinstance(tangent, SymbolicZero)
 
 
-def _instantiated(cotangent: Any) -> Any:
-    if _is_zero(cotangent):
-        return np.zeros(cotangent.shape, cotangent.dtype)
-    return cotangent
-
-
 def _primal(emitter: Emitter, action: Structural) -> Callable[..., tuple[Any, ...]]:
     (inner,) = action.plans
 
     def primal(*arrays: Any) -> tuple[Any, ...]:
         return tuple(emitter.run(inner, arrays))
 
-    name = _name(action.eqn)
-    if name is not None:
-        primal.__name__ = name
+    primal.__name__ = _name(action.eqn) or primal.__name__
     return primal
 
 
 def _name(eqn: JaxprEqn) -> str | None:
     """The name of the function that an equation calls."""
-    for program in jaxprs_in_params(eqn.params):
-        name: str = program.debug_info.func_name
-        return name
-    return None
-
-
-def _in_dtypes(
-    arrays: Sequence[Any], plan: Plan, dtypes: Sequence[Any]
-) -> tuple[Any, ...]:
-    """Results of a rule in the dtypes that JAX expects of it."""
-    return tuple(
-        convert(array, dtype) if value.eligible and _dtypes.eligible(dtype) else array
-        for array, value, dtype in zip(arrays, plan.results, dtypes, strict=False)
-    )
+    programs = jaxprs_in_params(eqn.params)
+    return next((program.debug_info.func_name for program in programs), None)

@@ -61,31 +61,27 @@ def _with_casts(program: Any, known: dict[int, Any]) -> Any:
         return program
     if id(program) not in known:
         if isinstance(program, Jaxpr):
-            eqns = [_with_cast(eqn, known) for eqn in program.eqns]
-            known[id(program)] = program.replace(eqns=eqns)
+            changed = {"eqns": [_with_cast(eqn, known) for eqn in program.eqns]}
         else:
-            jaxpr = _with_casts(program.jaxpr, known)
-            known[id(program)] = program.replace(jaxpr=jaxpr)
+            changed = {"jaxpr": _with_casts(program.jaxpr, known)}
+        known[id(program)] = program.replace(**changed)
     return known[id(program)]
 
 
 def _with_cast(eqn: JaxprEqn, known: dict[int, Any]) -> Any:
     if _is_mark(eqn):
         return eqn.replace(primitive=jax.lax.convert_element_type_p, params=_CONVERSION)
-    params = {n: _with_casts_in(value, known) for n, value in eqn.params.items()}
-    return eqn.replace(params=params)
 
+    def converted(value: Any) -> Any:
+        # Programs among other things are static data of another library, which may hold
+        # them elsewhere too and compare them: Equinox does, as it calls what it has
+        # converted.
+        held = jax.tree.leaves(value) if isinstance(value, tuple) else [value]
+        if not held or not all(isinstance(x, Jaxpr | ClosedJaxpr) for x in held):
+            return value
+        return jax.tree.map(lambda program: _with_casts(program, known), value)
 
-def _with_casts_in(value: Any, known: dict[int, Any]) -> Any:
-    """A parameter with conversions, if it is a program or holds nothing else.
-
-    Programs among other things are static data of another library, which may hold them
-    elsewhere too and compare them: Equinox does, as it calls what it has converted.
-    """
-    held = jax.tree.leaves(value) if isinstance(value, tuple) else [value]
-    if not held or not all(isinstance(leaf, Jaxpr | ClosedJaxpr) for leaf in held):
-        return value
-    return jax.tree.map(lambda program: _with_casts(program, known), value)
+    return eqn.replace(params={n: converted(value) for n, value in eqn.params.items()})
 
 
 def is_kept_cast(eqn: JaxprEqn) -> bool:

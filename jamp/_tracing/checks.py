@@ -104,10 +104,9 @@ def check_function(name: str, fn: Any, inputs: Sequence[Any] = ()) -> None:
         if callable(getattr(fn, "apply", None)):
             got = f"{type(fn).__name__}; give its apply"
     else:
+        called = fn, type(fn).__call__
         runs_later = [
-            kind
-            for kind, is_kind in _RUN_LATER.items()
-            if is_kind(fn) or is_kind(type(fn).__call__)
+            kind for kind, is_one in _RUN_LATER.items() if any(map(is_one, called))
         ]
         if not runs_later:
             return

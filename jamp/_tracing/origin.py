@@ -65,8 +65,8 @@ _CORE = frozenset("chex jamp jax jaxlib jaxtyping numpy scipy".split())
 _LIBRARIES = _CORE | {"equinox", "flax", "haiku", "optax"}
 _PATHS = sysconfig.get_paths()
 _FOLDERS = (_PATHS["stdlib"], Path(__file__).parents[1], Path(jax.__file__).parent)
-_NN = os.path.join(_FOLDERS[-1], "_src", "nn", "")
 _OTHERS = tuple(os.path.join(folder, "") for folder in _FOLDERS)
+_NN = os.path.join(_OTHERS[-1], "_src", "nn", "")
 _SCRIPTS = os.path.join(_PATHS["scripts"], "")
 
 
@@ -125,23 +125,16 @@ def library_location(eqn: JaxprEqn, function: Function | None) -> Location | Non
     inside = range(users_frame(files) or 0)
     found = [i for i in inside if _distance(files[i]) == 2]
     found += [i for i in inside if files[i].startswith(_NN)]
-    if not found:
-        return None
     of_function = function and function.resolve()
-    if of_function and files[found[0]] == of_function.co_filename:
+    if not found or (of_function and files[found[0]] == of_function.co_filename):
         return None
     return _location(codes[found[0]], offsets[found[0]])
 
 
 def _location(code: CodeType, offset: int) -> Location:
-    return Location(code.co_filename, _line(code, offset), code.co_name)
-
-
-def _line(code: CodeType, offset: int) -> int:
-    for start, end, line in code.co_lines():
-        if start <= offset < end and line is not None:
-            return line
-    return code.co_firstlineno
+    at = (line for start, end, line in code.co_lines() if start <= offset < end)
+    line = next(filter(None, at), code.co_firstlineno)
+    return Location(code.co_filename, line, code.co_name)
 
 
 def stem_of(scope: str) -> str:

@@ -147,7 +147,10 @@ def current() -> Options | None:
 
 @contextmanager
 def region(options: Options) -> Iterator[None]:
-    """Marks what is traced inside as governed by these options."""
+    """Marks what is traced inside as governed by these options, under autocast."""
+    if current() is None:
+        yield
+        return
     name = _name(options)
     _registered.put(name, options)
     with tracing(options), jax.named_scope(name):
@@ -174,17 +177,6 @@ def _name(options: Options) -> str:
     return f"{_PREFIX}{kind}:{digest}"
 
 
-def _registered_options(name: str) -> Options:
-    options: Options | None = _registered.get(name)
-    if options is None:
-        raise AutocastError(
-            "a program holds a region whose options are forgotten, because more than a "
-            "thousand others were used since it was traced: trace it anew "
-            "(jax.clear_caches() if it stands in a jax.jit)"
-        )
-    return options
-
-
 @dataclass(frozen=True)
 class Scope:
     names: tuple[str, ...] = ()  # outermost first, without jamp's marks
@@ -203,8 +195,14 @@ class Scope:
 def _enter(outer: Scope, name_stack: Any) -> Scope:
     names, inside = list(outer.names), outer.region
     for name in scope_names(name_stack):
-        if name.startswith(_PREFIX):
-            inside = _registered_options(name)
-        else:
+        if not name.startswith(_PREFIX):
             names.extend(name.split("/"))
+            continue
+        inside = _registered.get(name)
+        if inside is None:
+            raise AutocastError(
+                "a program holds a region whose options are forgotten, because more "
+                "than a thousand others were used since it was traced: trace it anew "
+                "(jax.clear_caches() if it stands in a jax.jit)"
+            )
     return Scope(tuple(names), inside)

@@ -1,22 +1,31 @@
-"""Traces a function on the arrays among its arguments."""
+"""Traces a function on the arrays among its arguments.
+
+Functions that JAX makes while it traces, as pullbacks and linear functions, may be
+among the results: pytrees of arrays that run a program on these in the dtypes that it
+was made in. So they get the arrays in those dtypes, and what autocast returned in 16
+bits, as a cotangent of it is, is widened for them.
+"""
 
 import functools
 import inspect
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import jax
+from jax.tree_util import Partial
 
-from jamp import _dtypes
-from jamp import _primitives as primitives
+from jamp import _dtypes, _primitives
 from jamp._compat import trace_of
 from jamp._equations import constants, equations
 from jamp._tracing.casts import make_jaxpr
 from jamp._tracing.checks import is_array, refuse_made
-from jamp._tracing.functions import in_functions, widening
 from jamp._tracing.regions import Options
+
+# The module whose functions make functions.
+_API = inspect.unwrap(jax.vjp).__globals__["__name__"]
 
 
 class Traced(NamedTuple):
@@ -42,6 +51,10 @@ def with_arrays(
     return [found.get(index, leaf) for index, leaf in enumerate(leaves)]
 
 
+def _positions(leaves: Sequence[Any]) -> list[int]:
+    return [position for position, leaf in enumerate(leaves) if is_array(leaf)]
+
+
 def pass_for(fn: Callable[..., Any], stand_in: Any) -> None:
     """Lets JAX name a function, and its line, in errors about its stand-in."""
     signature = inspect.signature(stand_in)
@@ -52,7 +65,7 @@ def pass_for(fn: Callable[..., Any], stand_in: Any) -> None:
 
 def trace(fn: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> Traced:
     leaves, tree = jax.tree.flatten((args, kwargs))
-    positions = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+    positions = _positions(leaves)
     out: dict[str, Any] = {}
 
     def flat(arrays: list[Any]) -> list[Any]:
@@ -67,27 +80,29 @@ def trace(fn: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> T
         refuse_made(result, leaves)
         found, out["tree"] = jax.tree.flatten(result)
         # Arrays are tracers here, which must not outlive the trace.
-        out["static"] = [None if is_array(leaf) else (leaf,) for leaf in found]
+        out["static"] = [None if is_array(leaf) else leaf for leaf in found]
+        out["positions"] = _positions(found)
         pairs = zip(found, in_functions(result), strict=True)
-        out["kept"] = [keeps for leaf, keeps in pairs if is_array(leaf)]
+        out["of_functions"] = [inside for leaf, inside in pairs if is_array(leaf)]
         _finished.update(map(trace_of, arrays[:1]))
-        return [leaf for leaf in found if is_array(leaf)]
+        return [found[position] for position in out["positions"]]
 
     pass_for(fn, flat)
     arrays = [leaves[position] for position in positions]
     program = _as_written(make_jaxpr(flat, options), arrays, out)
-    static, out_tree, kept = out["static"], out["tree"], out["kept"]
 
     def rebuild(results: Sequence[Any]) -> Any:
+        of_functions, positions = out["of_functions"], out["positions"]
         dtypes = [aval.dtype for aval in program.out_avals]
-        arrays = (
-            array.astype(dtype) if keeps and array.dtype != dtype else array
-            for array, dtype, keeps in zip(results, dtypes, kept, strict=True)
-        )
-        result = jax.tree.unflatten(
-            out_tree, [next(arrays) if s is None else s[0] for s in static]
-        )
-        return widening(result) if any(kept) else result
+        arrays = [
+            array.astype(dtype) if of_function and array.dtype != dtype else array
+            for array, dtype, of_function in zip(
+                results, dtypes, of_functions, strict=True
+            )
+        ]
+        found = with_arrays(out["static"], positions, arrays)
+        result = jax.tree.unflatten(out["tree"], found)
+        return _widening(result) if any(of_functions) else result
 
     repeatable = not any(isinstance(found, jax.Array) for found in constants(program))
     return Traced(program, rebuild, repeatable)
@@ -98,21 +113,20 @@ def _as_written(
 ) -> Any:
     """Traces as written; as if in float32 where 16-bit arguments cannot be traced."""
     avals = [jax.typeof(array) for array in arrays]
-    narrow = [_dtypes.narrow(aval.dtype) for aval in avals]
     widened = [
-        aval.update(dtype=_dtypes.FLOAT32) if short else aval
-        for aval, short in zip(avals, narrow, strict=True)
+        aval.update(dtype=_dtypes.FLOAT32) if _dtypes.narrow(aval.dtype) else aval
+        for aval in avals
     ]
     try:
         program = traced(arrays)
     except Exception as error:
-        if not any(narrow) or not out.get("refused"):
+        if widened == avals or not out.get("refused"):
             raise
         try:
             return traced(widened)
         except Exception:  # noqa: BLE001 - what is wrong in the dtypes as given tells
             raise error from error.__cause__
-    if any(narrow) and _refuses_16_bits(program):
+    if widened != avals and _refuses_16_bits(program):
         return traced(widened)
     return program
 
@@ -127,6 +141,37 @@ def _refuses_16_bits(program: Any) -> bool:
     return any(
         _dtypes.narrow(_dtypes.dtype_of(var))
         for eqn in equations(program)
-        if eqn.primitive.name in primitives.FLOAT32_ONLY
+        if eqn.primitive.name in _primitives.FLOAT32_ONLY
         for var in eqn.invars
     )
+
+
+def _is_function(node: Any) -> bool:
+    """Whether something is a function that JAX made, a pytree of what it keeps."""
+    if not callable(node) or jax.tree_util.all_leaves([node]):
+        return False
+    while isinstance(node, functools.partial):
+        # JAX wraps the one that is kept by one that is a pytree.
+        node = getattr(node.func, "fun", node.func)
+    return bool(getattr(node, "__module__", None) == _API)
+
+
+def in_functions(result: Any) -> list[bool]:
+    """Which leaves of a result belong to functions made while tracing."""
+    nodes = jax.tree.leaves(result, is_leaf=_is_function)
+    return [_is_function(node) for node in nodes for _ in jax.tree.leaves(node)]
+
+
+def _widening(result: Any) -> Any:
+    """A result whose functions made while tracing also take 16 bits for float32."""
+    return jax.tree.map(
+        lambda node: Partial(_call, node) if _is_function(node) else node,
+        result,
+        is_leaf=_is_function,
+    )
+
+
+def _call(function: Any, *args: Any) -> Any:
+    with suppress(TypeError, ValueError):
+        return function(*args)
+    return function(*jax.tree.map(_dtypes.widened, args))
