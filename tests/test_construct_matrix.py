@@ -75,14 +75,15 @@ def weighed(result):
     total = jnp.zeros((), jnp.float32)
     for leaf in jax.tree.leaves(result):
         if jnp.issubdtype(leaf.dtype, jnp.inexact):
-            values = jnp.real(leaf).astype(jnp.float32).ravel()
-            total += jnp.sum(values * jnp.cos(jnp.arange(values.size)))
+            weights = np.cos(np.arange(leaf.size, dtype=np.float32))
+            values = jnp.real(leaf).astype(jnp.float32)
+            total += jnp.sum(values * weights.reshape(leaf.shape))
     return total
 
 
-def gradient(fn, construct):
-    """The gradient of `fn` at the floating leaves of the arguments, as a function."""
-    floats, merged = split(construct.arguments())
+def gradient(fn, arguments):
+    """The gradient of `fn` at the floating leaves of the arguments, and these."""
+    floats, merged = split(arguments)
     return jax.grad(lambda floats: weighed(fn(*merged(floats)))), floats
 
 
@@ -94,16 +95,54 @@ def batched(arguments):
 
 
 @functools.cache
-def expected(name, what):
-    """What a construct gives in float32; both devices and several tests share it."""
+def call(name, what, device, computed):
+    """A construct's value, gradient or batch as a jitted function, and its arguments.
+
+    Args:
+        name: The construct.
+        what: Which of the three.
+        device: Where it is under autocast; None for float32.
+        computed: Whether there are values, or mere shapes to trace with.
+    """
     construct = NAMED[name]
-    arguments = construct.arguments()
+    fn = construct.fn if device is None else cast(construct.fn, device)
+    arguments = construct.arguments() if computed else construct.shapes()
     if what == "gradient":
-        fn, floats = gradient(construct.fn, construct)
-        return jax.jit(fn)(floats)
+        fn, floats = gradient(fn, arguments)
+        return jax.jit(fn), (floats,)
     if what == "batch":
-        return jax.jit(jax.vmap(construct.fn))(*batched(arguments))
-    return jax.jit(construct.fn)(*arguments)
+        batch = batched(arguments) if computed else jax.eval_shape(batched, arguments)
+        return jax.jit(jax.vmap(fn)), batch
+    return jax.jit(fn), arguments
+
+
+@functools.cache
+def compiled(name, device, kinds):
+    """Of each kind what a construct gives under autocast, and in float32.
+
+    All is one program: to compile it takes less time than to compile its parts.
+    """
+    pairs = {
+        what: (call(name, what, device, True), call(name, what, None, True))
+        for what in kinds
+    }
+
+    def run(given):
+        return {
+            what: tuple(fn(*given[what]) for fn, _ in pair)
+            for what, pair in pairs.items()
+        }
+
+    return jax.jit(run)({what: pair[0][1] for what, pair in pairs.items()})
+
+
+def results(name, what, device):
+    """What a construct gives under autocast and in float32, compiled."""
+    construct, kinds = NAMED[name], (what,)
+    if construct in CORE:
+        refused = {"gradient": construct.no_gradient, "batch": construct.no_vmap}
+        kinds = ("value", *(what for what, why in refused.items() if not why))
+    return compiled(name, device, kinds)[what]
 
 
 def error(actual, expected):
@@ -128,50 +167,47 @@ def assert_lowered(program, device, kept=0):
 
 @every()
 def test_it_runs_in_16_bits(name, device, computed):
-    construct = NAMED[name]
-    arguments = construct.arguments()
-    fn = cast(construct.fn, device)
-    assert_lowered(traced(fn, *arguments), device, construct.kept)
+    fn, arguments = call(name, "value", device, computed)
+    assert_lowered(fn.trace(*arguments).jaxpr, device, NAMED[name].kept)
     if computed:
-        assert error(fn(*arguments), expected(name, "value")) < TOLERANCE[device]
+        actual = cast(NAMED[name].fn, device)(*arguments)
+        _, expected = results(name, "value", device)
+        assert error(actual, expected) < TOLERANCE[device]
 
 
 @every()
 def test_a_jit_outside_changes_nothing(name, device, computed):
-    construct = NAMED[name]
-    arguments = construct.arguments()
-    fn = cast(construct.fn, device)
-    compiled = jax.jit(fn)
-    result = compiled(*arguments) if computed else jax.eval_shape(compiled, *arguments)
-    assert dtypes(result) == dtypes(jax.eval_shape(fn, *arguments))
+    fn, arguments = call(name, "value", device, computed)
+    without = jax.eval_shape(cast(NAMED[name].fn, device), *arguments)
+    assert dtypes(jax.eval_shape(fn, *arguments)) == dtypes(without)
     if computed:
-        assert error(result, expected(name, "value")) < TOLERANCE[device]
+        actual, expected = results(name, "value", device)
+        assert dtypes(actual) == dtypes(without)
+        assert error(actual, expected) < TOLERANCE[device]
 
 
 @every("no_gradient")
 def test_its_gradient_runs_in_16_bits(name, device, computed):
-    construct = NAMED[name]
-    fn, floats = gradient(cast(construct.fn, device), construct)
-    compiled = jax.jit(fn)
-    assert_lowered(compiled.trace(floats).jaxpr, device, construct.kept_backward)
-    actual = compiled(floats) if computed else jax.eval_shape(compiled, floats)
-    assert dtypes(actual) == dtypes(floats)
+    fn, (floats,) = call(name, "gradient", device, computed)
+    assert_lowered(fn.trace(floats).jaxpr, device, NAMED[name].kept_backward)
+    assert dtypes(jax.eval_shape(fn, floats)) == dtypes(floats)
     if computed:
-        assert error(actual, expected(name, "gradient")) < TOLERANCE[device]
+        actual, expected = results(name, "gradient", device)
+        assert dtypes(actual) == dtypes(floats)
+        assert error(actual, expected) < TOLERANCE[device]
 
 
 @every("no_vmap")
 def test_a_vmap_outside_batches_it(name, device, computed):
-    construct = NAMED[name]
-    arguments = construct.arguments()
-    batch = batched(arguments)
-    fn = cast(construct.fn, device)
-    compiled = jax.jit(jax.vmap(fn))
-    assert_lowered(compiled.trace(*batch).jaxpr, device, construct.kept)
-    actual = compiled(*batch) if computed else jax.eval_shape(compiled, *batch)
-    assert dtypes(actual) == dtypes(jax.eval_shape(fn, *arguments))
+    fn, batch = call(name, "batch", device, computed)
+    assert_lowered(fn.trace(*batch).jaxpr, device, NAMED[name].kept)
+    once, arguments = call(name, "value", device, computed)
+    of_one = dtypes(jax.eval_shape(once, *arguments))
+    assert dtypes(jax.eval_shape(fn, *batch)) == of_one
     if computed:
-        assert error(actual, expected(name, "batch")) < TOLERANCE[device]
+        actual, expected = results(name, "batch", device)
+        assert dtypes(actual) == of_one
+        assert error(actual, expected) < TOLERANCE[device]
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -182,7 +218,8 @@ def test_a_disabled_region_holds_inside_it(name):
         with jamp.autocast(enabled=False):
             return construct.fn(*arguments)
 
-    program = traced(cast(fn, "gpu"), *construct.arguments())
+    shapes = construct.shapes() if construct in LAYERS else construct.arguments()
+    program = traced(cast(fn, "gpu"), *shapes)
     assert set(matmul_dtypes(program)) == {("float32", "float32")}
 
 
@@ -193,7 +230,7 @@ def test_what_is_said_to_be_refused_is_refused_by_jax(refused):
             continue
         arguments = construct.arguments()
         batch = jax.tree.map(lambda leaf: leaf[None], arguments)
-        gradient_of, floats = gradient(construct.fn, construct)
+        gradient_of, floats = gradient(construct.fn, arguments)
         attempt = {
             "no_gradient": functools.partial(gradient_of, floats),
             "no_vmap": functools.partial(jax.vmap(construct.fn), *batch),

@@ -11,6 +11,7 @@ from jax import lax
 from jax.test_util import check_grads
 from jaxprs import dtypes, matmul_dtypes, traced
 from test_construct_matrix import (
+    LOW,
     NAMED,
     TOLERANCE,
     cast,
@@ -70,50 +71,66 @@ def reversed_rows(floats):
 
 
 @functools.cache
-def jvp(name, device=None):
-    """Floating results of a construct, under autocast if on a device, and tangents."""
-    fn, floats = of_floats(name, lambda fn: cast(fn, device) if device else fn)
-    run = jax.jit(lambda *args: jax.jvp(fn, *args))
-    return run((floats,), (reversed_rows(floats),))
+def tangents(name):
+    """Floating results of a construct and their tangents, each way: one program."""
+    plain, floats = of_floats(name)
+    low = {
+        device: of_floats(name, functools.partial(cast, device=device))[0]
+        for device in LOW
+    }
+
+    @jax.jit
+    def run(floats, direction):
+        ways = {"float32": plain, **low}
+        found = {way: jax.jvp(fn, (floats,), (direction,)) for way, fn in ways.items()}
+        values, linear = jax.linearize(low["gpu"], floats)
+        return found | {"linearized": (values, linear(direction))}
+
+    return run(floats, reversed_rows(floats))
 
 
 @each_device
 @pytest.mark.parametrize("name", FORWARD)
 def test_jvp_gives_tangents_in_the_dtypes_of_the_results(name, device):
-    values, tangents = jvp(name, device)
-    assert dtypes(tangents) == dtypes(values)
-    assert_near(tangents, jvp(name)[1], device, 2)
+    values, actual = tangents(name)[device]
+    assert dtypes(actual) == dtypes(values)
+    assert_near(actual, tangents(name)["float32"][1], device, 2)
 
 
 @pytest.mark.parametrize("name", FORWARD)
 def test_linearize_gives_the_tangents_of_jvp(name):
-    fn, floats = of_floats(name, lambda fn: cast(fn, "gpu"))
-    direction = reversed_rows(floats)
-    actual = jax.jit(lambda: jax.linearize(fn, floats)[1](direction))()
-    _, expected = jvp(name, "gpu")
+    actual, expected = (tangents(name)[way][1] for way in ("linearized", "gpu"))
     assert dtypes(actual) == dtypes(expected)
     assert_near(actual, expected, "gpu")
+
+
+@functools.cache
+def second(name):
+    """Second derivatives on each device and in float32: one program."""
+    construct = NAMED[name]
+    plain, floats = gradient(construct.fn, construct.arguments())
+    ways = {"float32": jax.jacrev(plain)}
+    for device in LOW:
+        first, _ = gradient(cast(construct.fn, device), construct.arguments())
+        ways[device] = jax.jacfwd(first)
+    return jax.jit(lambda floats: {way: fn(floats) for way, fn in ways.items()})(floats)
 
 
 @each_device
 @pytest.mark.parametrize("name", SECOND)
 def test_second_derivatives_are_near_those_in_float32(name, device):
-    construct = NAMED[name]
-    first, floats = gradient(cast(construct.fn, device), construct)
-    plain, _ = gradient(construct.fn, construct)
-    actual = jax.jit(jax.jacfwd(first))(floats)
-    expected = jax.jit(jax.jacrev(plain))(floats)
+    actual, expected = second(name)[device], second(name)["float32"]
     assert set(jax.tree.leaves(dtypes(actual))) == {"float32"}
     assert_near(actual, expected, device, 2)
 
 
 @each_device
 def test_a_custom_vjp_is_differentiated_twice_in_reverse_mode(device):
-    def second(fn):
+    def twice(fn):
         return jax.jacrev(jax.grad(lambda x: weighed(fn(x, W))))
 
-    actual = jax.jit(second(cast(doubled_gradient, device)))(X)
-    assert_near(actual, jax.jit(second(doubled_gradient))(X), device, 2)
+    actual = jax.jit(twice(cast(doubled_gradient, device)))(X)
+    assert_near(actual, jax.jit(twice(doubled_gradient))(X), device, 2)
 
 
 @each_device

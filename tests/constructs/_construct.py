@@ -1,5 +1,6 @@
 """What a construct is: a small program around a matmul, and its arguments."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +40,7 @@ class Construct:
     Attributes:
         name: What it shows, as part of a test's name.
         fn: The program, written in float32 as a user would.
-        arguments: Makes the arguments of `fn`: pytrees whose leaves are arrays.
+        make: Makes the arguments of `fn`: pytrees whose leaves are arrays.
         no_gradient: Why JAX itself cannot differentiate `fn` in reverse mode.
         no_vmap: Why JAX itself cannot batch `fn`.
         kept: How many matmuls and convolutions of the rewritten forward program the
@@ -49,8 +50,22 @@ class Construct:
 
     name: str
     fn: Callable[..., Any]
-    arguments: Callable[[], tuple[Any, ...]] = square
+    make: Callable[[], tuple[Any, ...]] = square
     no_gradient: str = ""
     no_vmap: str = ""
     kept: int = 0
     kept_backward: int = 0
+
+    def arguments(self) -> tuple[Any, ...]:
+        """The arguments, the same ones each time."""
+        return made(self.make)
+
+    def shapes(self) -> tuple[Any, ...]:
+        """The arguments without their values: nothing is compiled to make them."""
+        return jax.eval_shape(self.make)
+
+
+@functools.cache
+def made(make: Callable[[], Any]) -> Any:
+    """What a function without arguments gives."""
+    return make()

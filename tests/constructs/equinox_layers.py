@@ -16,14 +16,15 @@ def call(name, make, fn, *inputs, no_gradient=""):
     """A function of a module: the module's arrays and the inputs are arguments."""
 
     @functools.cache
-    def parts():
-        return eqx.partition(make(KEYS[0]), eqx.is_array)
+    def static():
+        shapes = eqx.filter_eval_shape(make, KEYS[0])
+        return eqx.filter(shapes, lambda x: not isinstance(x, jax.ShapeDtypeStruct))
 
     def arguments():
-        return parts()[0], *(make() for make in inputs)
+        return eqx.filter(make(KEYS[0]), eqx.is_array), *(make() for make in inputs)
 
     def run(params, *inputs):
-        return fn(eqx.combine(params, parts()[1]), *inputs)
+        return fn(eqx.combine(params, static()), *inputs)
 
     return Construct(f"equinox_{name}", run, arguments, no_gradient=no_gradient)
 

@@ -1,7 +1,5 @@
 """Haiku: transformed functions, their state, and its versions of JAX's transforms."""
 
-import functools
-
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -13,7 +11,6 @@ def call(name, fn, *inputs, no_gradient=""):
     """A transformed function: parameters, state, key and inputs are arguments."""
     transformed = hk.transform_with_state(fn)
 
-    @functools.cache
     def arguments():
         made = tuple(make() for make in inputs)
         params, state = jax.jit(transformed.init)(jax.random.key(0), *made)

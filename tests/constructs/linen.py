@@ -12,7 +12,6 @@ from ._construct import Construct, images, matrix, normal, sequences
 def call(name, module, *inputs, mutable=False, key=False, no_gradient="", **options):
     """The call of a module: its variables, random keys and inputs are arguments."""
 
-    @functools.cache
     def arguments():
         made = tuple(make() for make in inputs)
         keys = {"dropout": jax.random.key(7)} if key else {}
@@ -285,9 +284,10 @@ def decode(variables, tokens):
 DECODER = attention(decode=True)
 
 
-@functools.cache
 def decoding():
-    return DECODER.init(jax.random.key(0), sequences()), normal(2, 3, 4, seed=2)
+    return jax.jit(DECODER.init)(jax.random.key(0), sequences()), normal(
+        2, 3, 4, seed=2
+    )
 
 
 CONSTRUCTS = (

@@ -16,15 +16,15 @@ def call(name, make, *inputs, run=None, no_gradient=""):
     """The call of a module: its state and inputs are arguments, its updates results."""
 
     @functools.cache
-    def parts():
-        return nnx.split(make(nnx.Rngs(0)))
+    def graph():
+        return nnx.graphdef(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
 
     def arguments():
-        return parts()[1], *(make() for make in inputs)
+        return nnx.state(make(nnx.Rngs(0))), *(make() for make in inputs)
 
     def apply(state, *inputs):
         # A copy: a module merged without one updates the state that it is made of.
-        module = nnx.merge(parts()[0], state, copy=True)
+        module = nnx.merge(graph(), state, copy=True)
         result = module(*inputs) if run is None else run(module, *inputs)
         return result, nnx.state(module, CHANGING)
 
