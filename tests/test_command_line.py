@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import jamp
-from jamp._cli.commands import main
+from jamp.__main__ import main
 
 
 def test_info_names_versions_devices_and_the_choice(capsys):

@@ -20,7 +20,7 @@ from jax.test_util import check_grads
 from jaxprs import equations, matmul_dtypes, traced
 
 import jamp
-from jamp._cli.commands import main
+from jamp.__main__ import main
 from jamp._lowerings import patches, processor
 from jamp._lowerings.bilinear import product_params
 from jamp._lowerings.product import product_p
