@@ -11,7 +11,7 @@ import optax
 
 import jamp
 from jamp._equations import equations
-from jamp._explain.residuals import Residual, bytes_by_dtype, residuals
+from jamp._explain.residuals import Residual, bytes_by_dtype, find_residuals
 
 TRANSFORMS = tuple(str(Path(module.__file__).parent) for module in (jax, jamp))
 LIBRARIES = tuple(str(Path(module.__file__).parent) for module in (flax, optax))
@@ -24,7 +24,7 @@ def saved_for_backward(fn: Callable[..., Any], *args: Any) -> tuple[Residual, ..
       fn: a function that returns a pair of a scalar and something else.
       *args: its arguments, arrays or their shapes.
     """
-    return residuals(lambda *args: fn(*args)[0], *args)
+    return find_residuals(lambda *args: fn(*args)[0], *args)
 
 
 def bytes_saved(saved: Iterable[Residual]) -> dict[str, int]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import jamp
-from jamp._explain.text import amount, rows
+from jamp._explain.text import amount
 
 X = jnp.ones((2, 8))
 VOID = {"meta", "input", "br", "link", "img", "hr"}
@@ -121,7 +121,7 @@ def test_each_module_folds_and_each_row_can_be_filtered(page, report):
 
 def test_modules_count_the_operations_of_their_rows(page, report):
     def shown(module):
-        return sum(len(row.operations) for row in rows(module.own)) + sum(
+        return sum(len(row.operations) for row in module.rows) + sum(
             map(shown, module.children)
         )
 

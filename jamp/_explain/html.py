@@ -4,11 +4,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from importlib.resources import files
+from linecache import getline
 from string import Template
 
-from jamp._explain.operations import Counted, Figures, Module, runs
+from jamp import _dtypes
+from jamp._explain.figures import Counted, Figures, Module, Row, runs, short
 from jamp._explain.residuals import bytes_by_dtype
-from jamp._explain.text import FIGURES, Row, amount, figures, rows, rows_of, short, size
+from jamp._explain.text import FIGURES, amount, conversions, figures, size
 
 _COLOURED = ("f16", "bf16", "f32", "f64")
 # Modules this deep stand open at first.
@@ -16,16 +18,18 @@ _OPEN_DEPTH = 2
 
 
 def page(report: Figures) -> str:
-    file = files("jamp._explain").joinpath("report.html")
-    template = file.read_text(encoding="utf-8")
-    every = list(rows_of(report.modules))
+    template = files("jamp._explain").joinpath("report.html").read_text("utf-8")
+    rows = [row for module in report.modules.walk() for row in module.rows]
+    flops = Counter[str]()
+    for row in rows:
+        flops[_computes_in(row)] += int(row.flops)
     return Template(template).substitute(
         name=escape(report.name),
         header=escape(report.header),
         attention=_attention(report.attention),
-        cards="\n".join(_cards(report)),
-        dtypes=_buttons("dtype", (row.computes_in for row in every)),
-        rules=_buttons("rule", (row.rule for row in every)),
+        cards="\n".join(_cards(report, flops)),
+        dtypes=_buttons("dtype", map(_computes_in, rows)),
+        rules=_buttons("rule", (row.first.record.ruling.rule.value for row in rows)),
         tree="\n".join(_tree(report.modules)),
     )
 
@@ -46,10 +50,7 @@ def _attention(sentences: Iterable[str]) -> str:
     )
 
 
-def _cards(report: Figures) -> Iterator[str]:
-    flops = Counter[str]()
-    for row in rows_of(report.modules):
-        flops[row.computes_in] += int(row.flops)
+def _cards(report: Figures, flops: Mapping[str, int]) -> Iterator[str]:
     yield _card(
         "FLOPs in 16 bits",
         f"{report.low_flop_share:.1%}",
@@ -64,7 +65,11 @@ def _cards(report: Figures) -> Iterator[str]:
         f"of the {size(sum(nbytes.values()))} that operations write",
         _bar(nbytes),
     )
-    yield _card("Casts inserted", str(report.casts), _casts(report))
+    arrows = escape(conversions(report)).replace("-&gt;", "&rarr;").split(", ")
+    listed = ", ".join(f"<span>{arrow}</span>" for arrow in arrows)
+    casts = f"{listed}<br>read and write {size(report.cast_bytes)} unless fused"
+    note = casts if report.casts else "none needed"
+    yield _card("Casts inserted", str(report.casts), note)
     if report.residuals is not None:
         kept, written = map(bytes_by_dtype, report.residuals)
         before = sum(written.values())
@@ -76,34 +81,26 @@ def _cards(report: Figures) -> Iterator[str]:
         )
 
 
-def _casts(report: Figures) -> str:
-    if not report.casts:
-        return "none needed"
-    words = Row(report.operations).conversions.split(", ")
-    arrows = (escape(word).replace("-&gt;", "&rarr;") for word in words)
-    listed = ", ".join(f"<span>{word}</span>" for word in arrows)
-    return f"{listed}<br>read and write {size(report.cast_bytes)} unless fused"
-
-
-def _card(title: str, value: str, note: str, *bars: str) -> str:
+def _card(title: str, value: str, note: str, bar: str = "") -> str:
     return (
         f'<div class="card"><h2>{title}</h2><div class="big">{value}</div>'
-        f"{''.join(bars)}<p>{note}</p></div>"
+        f"{bar}<p>{note}</p></div>"
     )
 
 
 def _bar(amounts: Mapping[str, float], whole: float = 0) -> str:
     """A bar of one part for each dtype, whose length stands for at least their sum."""
     whole = max(whole, sum(amounts.values())) or 1
-    widths = {name: f"{part / whole:.2%}" for name, part in amounts.items()}
-    seen = {name: width for name, width in widths.items() if width != "0.00%"}
-    words = {name: f"{escape(name)}: {amounts[name] / whole:.1%}" for name in seen}
-    parts = "".join(
-        f'<i class="{_colour(short(name))}" style="width: {width}" '
-        f'title="{words[name]}"></i>'
-        for name, width in seen.items()
-    )
-    label = ", ".join(words.values()) or "nothing"
+    parts, words = "", []
+    for name, part in amounts.items():
+        width, word = f"{part / whole:.2%}", f"{escape(name)}: {part / whole:.1%}"
+        if width != "0.00%":
+            words.append(word)
+            parts += (
+                f'<i class="{_colour(short(name))}" style="width: {width}" '
+                f'title="{word}"></i>'
+            )
+    label = ", ".join(words) or "nothing"
     return f'<div class="bar" role="img" aria-label="{label}">{parts}</div>'
 
 
@@ -117,36 +114,46 @@ def _buttons(kind: str, values: Iterable[str]) -> str:
     )
 
 
-def _tree(module: Module, around: tuple[Module, ...] = ()) -> Iterator[str]:
+def _tree(module: Module) -> Iterator[str]:
     """A module and all that stands in it, line by line."""
-    number = sum(op.decided for op in module.operations)
-    state = " open" if len(around) < _OPEN_DEPTH else ""
+    number, depth = sum(op.decided for op in module.operations), len(module.around)
+    state = " open" if depth < _OPEN_DEPTH else ""
     yield (
-        f'<details{state} style="--depth: {len(around)}"><summary class="line">'
+        f'<details{state} style="--depth: {depth}"><summary class="line">'
         f'<span class="title">{escape(module.name)} '
         f'<span class="count">{number} operation{"s" * (number != 1)}</span></span>'
         f"<span>{_bar(module.result_bytes)}</span>{_figures(module)}</summary>"
     )
     for child in module.children:
-        yield from _tree(child, (*around, child))
-    yield from map(_row, rows(module.own, around))
+        yield from _tree(child)
+    yield from map(_row, module.rows)
     yield "</details>"
 
 
 def _row(row: Row) -> str:
-    dtype = row.computes_in
-    code = f" <code>{escape(row.code)}</code>" if row.code else ""
-    path = "/".join(" ".join(module.names) for module in row.modules)
-    why = "; ".join(filter(None, (row.why(), row.only, row.often)))
+    dtype, rule = _computes_in(row), row.first.record.ruling.rule.value
+    found = row.first.location
+    source = getline(found.file, found.line).strip() if found else ""
+    code = f" <code>{escape(source)}</code>" if source else ""
+    path = "/".join(" ".join(module.names) for module in row.module.lineage)
+    why = "; ".join(filter(None, (row.first.why, row.only, row.often)))
     return (
         f'<div class="line row {_colour(dtype)}" data-dtype="{escape(dtype)}" '
-        f'data-rule="{row.rule}" data-path="{escape(path)}" '
-        f'style="--depth: {len(row.modules) + 1}"><span class="title">'
+        f'data-rule="{rule}" data-path="{escape(path)}" '
+        f'style="--depth: {len(row.module.around) + 1}"><span class="title">'
         f'{escape(row.name)} <span class="why">{escape(why)}</span>'
         f"<small>{escape(row.location)}{code}</small></span>"
         f"<span>{_chips(row.operands)} &rarr; {_chips(row.results)}</span>"
         f"{_figures(row)}</div>"
     )
+
+
+def _computes_in(row: Row) -> str:
+    """The floating dtype of the operands of its largest operation, the widest."""
+    largest = max(row.operations, key=lambda op: (op.flops, op.result_bytes.total()))
+    dtypes = [d for d in largest.record.operands if d is not None]
+    floats = [d for d in dtypes if _dtypes.eligible(d) or _dtypes.is_float64(d)]
+    return short(max(floats, key=lambda d: d.itemsize)) if floats else "other"
 
 
 def _figures(counted: Counted) -> str:

@@ -12,9 +12,10 @@ from jax.extend.core import jaxpr_as_fun
 
 from jamp._emit import emit
 from jamp._errors import AutocastError
-from jamp._explain import html, operations, text
-from jamp._explain.operations import Counted, Figures, Module, Operation, runs
-from jamp._explain.residuals import Residuals, bytes_by_dtype, residuals_of_call
+from jamp._explain import html, text
+from jamp._explain.figures import Counted, Figures, Module, runs
+from jamp._explain.operations import Operation, operations, options_inside
+from jamp._explain.residuals import Residuals, bytes_by_dtype, find_residuals
 from jamp._explain.risks import find_risks
 from jamp._plan.planner import make_plan
 from jamp._tracing import nnx_modules, regions, trace
@@ -150,11 +151,11 @@ def explain(
         options = named.options()
         call = nnx_modules.prepare(fn, args, kwargs)
         traced = trace.trace(call.fn, options, call.args, call.kwargs)
-        outermost = Scope((), options)
-        inside = dict.fromkeys(operations.options_inside(traced.program, outermost))
-        enabled = [found for found in inside if found.enabled] or [*inside]
-        if not autocast_options and len(enabled) == 1:
-            (options,) = enabled
+        inside = dict.fromkeys(options_inside(traced.program, Scope((), options)))
+        enabled = [found for found in inside if found.enabled]
+        decisive = enabled or [*inside]
+        if not autocast_options and len(decisive) == 1:
+            (options,) = decisive
         # The arrays of each argument, in the order of the leaves of (args, kwargs).
         arguments = [*call.args, *(call.kwargs[name] for name in sorted(call.kwargs))]
         arrays = [[*filter(is_array, jax.tree.leaves(a))] for a in arguments]
@@ -163,12 +164,14 @@ def explain(
         kept = None
         if residuals:
             kept = Residuals(
-                autocast=residuals_of_call(lambda *a: emit(plan, a), arrays),
-                as_written=residuals_of_call(jaxpr_as_fun(traced.program), arrays),
+                autocast=find_residuals(lambda *a: emit(plan, [*chain(*a)]), *arrays),
+                as_written=find_residuals(
+                    lambda *a: jaxpr_as_fun(traced.program)(*chain(*a)), *arrays
+                ),
             )
         name = getattr(fn, "__name__", type(fn).__name__)
-        others = tuple(o for o in inside if o.enabled and o != options)
-        found = tuple(operations.operations(plan.entries))
+        others = tuple(found for found in enabled if found != options)
+        found = tuple(operations(plan.entries))
         return Report(found, name, options, others, kept, find_risks(plan))
 
     return explained

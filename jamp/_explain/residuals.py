@@ -2,13 +2,13 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
+from jax.tree import leaves
 
 from jamp import _dtypes, _primitives
 
@@ -53,43 +53,30 @@ def bytes_by_dtype(residuals: Iterable[Residual]) -> dict[str, int]:
     return dict(sorted(total.items()))
 
 
-def residuals(fn: Callable[..., Any], first: Any, *rest: Any) -> tuple[Residual, ...]:
-    """The buffers that differentiating a function at its first argument keeps.
+def find_residuals(fn: Callable[..., Any], *args: Any) -> tuple[Residual, ...]:
+    """The buffers that differentiating a function keeps.
 
-    They are the arrays that the function returned by `jax.vjp` holds. A buffer is
+    It is differentiated at the first of its arguments that holds floating arrays. The
+    buffers are the arrays that the function returned by `jax.vjp` holds. A buffer is
     counted once, however often it is held, and a reshape, transpose or broadcast of it
     is the same buffer. Left out are the arguments (parameters, batch), which are there
     anyway, and what is computed from constants alone; a cast of a parameter is counted.
     This is what the program asks for: the compiler can keep less, by computing values
     again. Nothing is computed here.
     """
+    floating = (i for i, arg in enumerate(args) if any(map(_is_float, leaves(arg))))
+    at = next(floating, 0)
 
-    def saved(first: Any, *rest: Any) -> Any:
-        def floats(value: Any) -> list[Any]:
-            return list(filter(_is_float, jax.tree.leaves(fn(value, *rest))))
+    def saved(*args: Any) -> Any:
+        def floats(*chosen: Any) -> list[Any]:
+            results = fn(*args[:at], *chosen, *args[at + 1 :])
+            return list(filter(_is_float, leaves(results)))
 
-        return jax.vjp(floats, first)[1]
+        return jax.vjp(floats, *args[at : at + 1])[1]
 
-    makers = _makers_of_results(jax.make_jaxpr(saved)(first, *rest).jaxpr)
+    makers = _makers_of_results(jax.make_jaxpr(saved)(*args).jaxpr)
     found = {(m.call, m.var): m for m in makers if isinstance(m, Residual)}
     return tuple(sorted(found.values(), key=lambda residual: -residual.nbytes))
-
-
-def residuals_of_call(
-    fn: Callable[..., Any], arguments: Sequence[Sequence[Any]]
-) -> tuple[Residual, ...]:
-    """Residuals at the first of the arguments, lists of arrays, that holds floats."""
-    start, chosen = 0, {}
-    for group in arguments:
-        chosen = {start + i: a for i, a in enumerate(group) if _is_float(a)}
-        if chosen:
-            break
-        start += len(group)
-
-    def call(first: dict[int, Any], arrays: Sequence[Any]) -> Any:
-        return fn(*(first.get(i, array) for i, array in enumerate(arrays)))
-
-    return residuals(call, chosen, list(chain(*arguments)))
 
 
 def _is_float(array: Any) -> bool:

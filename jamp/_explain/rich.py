@@ -7,11 +7,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from jamp._explain.operations import Figures, Module
-from jamp._explain.text import FIGURES, Row, figures, in_order, place, summary
+from jamp._explain import text
+from jamp._explain.figures import Figures, Row
 from jamp._policy.rules import RULE_NAMES
 
-_STYLES = {"f16": "cyan", "bf16": "green", "f32": "yellow", "f64": "red"}
+_STYLES = {"f16": "cyan", "bf16": "green", "f32": "yellow", "f64": "red", "-": ""}
 # Their shares of the width beside that of the longest rule.
 _OPERATIONS = {"operation": 22, "dtypes": 15, "why": 0, "where": 25}
 _RULE = max(map(len, RULE_NAMES))
@@ -21,46 +21,28 @@ def renderables(report: Figures) -> Iterator[RenderableType]:
     """What rich prints of a report: attention, figures, modules, operations."""
     yield Text(f"{report.name}: {report.header}", style="bold")
     if report.attention:
-        yield Panel(
-            Text("\n".join(report.attention)), title="attention", border_style="red"
-        )
-    yield Text("\n".join([*summary(report), ""]))
-    yield _modules(report.modules)
-    yield Text()
-    yield from _operations(report)
-
-
-def _modules(module: Module) -> Table:
+        sentences = Text("\n".join(report.attention))
+        yield Panel(sentences, title="attention", border_style="red")
+    yield Text("\n".join([*text.summary(report), ""]))
     table = _table(module=0)
-    for name in FIGURES:
+    for name in text.FIGURES:
         table.add_column(name, justify="right", no_wrap=True)
-    _add(table, module, 0)
-    return table
-
-
-def _add(table: Table, module: Module, depth: int) -> None:
-    table.add_row(Text("  " * depth + module.name), *figures(module))
-    for child in module.children:
-        _add(table, child, depth + 1)
-
-
-def _operations(report: Figures) -> Iterator[RenderableType]:
-    """The rows below the headings that hold of them, in columns of the same widths."""
-    table, heading = _table(**_OPERATIONS), ""
-    for row in in_order(report):
-        if row.heading != heading:
-            yield table
-            heading = row.heading
-            yield Text(heading or "once:", style="bold")
-            table = _table(**_OPERATIONS)
-            table.show_header = False
-        table.add_row(
-            Text(row.brief),
-            _dtypes(row),
-            Text(row.why(report.options.policy.name, row.first.entry)),
-            Text(place(row)),
-        )
+    for module in report.modules.walk():
+        name = "  " * len(module.around) + module.name
+        table.add_row(Text(name), *text.figures(module))
     yield table
+    yield Text()
+    # Columns below each heading have the same widths.
+    for heading, rows in text.sections(text.in_order(report)):
+        if heading:
+            yield Text(heading, style="bold")
+        table = _table(**_OPERATIONS)
+        table.show_header = not heading
+        for row in rows:
+            why = text.why(row, report, row.first.entry)
+            where = text.place(row, row.path)
+            table.add_row(Text(text.brief(row)), _dtypes(row), Text(why), Text(where))
+        yield table
 
 
 def _table(**columns: int) -> Table:
@@ -74,8 +56,7 @@ def _table(**columns: int) -> Table:
 
 
 def _dtypes(row: Row) -> Text:
-    operands, results = (
-        Text("+").join(Text(name, _STYLES.get(name, "dim")) for name in names)
+    return Text(" > ").join(
+        Text("+").join(Text(name, _STYLES.get(name, "dim")) for name in names or "-")
         for names in (row.operands, row.results)
     )
-    return Text(" > ").join([operands or Text("-"), results or Text("-")])

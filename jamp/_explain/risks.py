@@ -5,7 +5,6 @@ are squares or exponentials and where they became it, what is a sum and what is 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from jamp import _dtypes, _primitives
 from jamp._equations import closed
+from jamp._explain.figures import line_of
 from jamp._plan.plan import Action, Bind, Broadcast, Float32Call, Plan, Structural
 from jamp._plan.values import Value
 from jamp._tracing.origin import location
@@ -111,7 +111,7 @@ class _Walk:
             known = dict(zip(inner.invars, taken, strict=True))
             return self._equations(inner.eqns, known, inner.outvars)
         places = filter(None, map(location, (eqn, *reversed(self._callers))))
-        at = next((f"{Path(p.file).name}:{p.line}" for p in places), "unknown location")
+        at = next(map(line_of, places), "unknown location")
         sums = name == "sub" and all({"sum", "square"} & f.keys() for f in taken)
         if sums and {"sum", "square", "rounded"} <= set().union(*taken):
             what = f"{name} at {at} of rounded sums: compute these in float32"

@@ -1,0 +1,380 @@
+"""What is known of a program under autocast: in all, by module and by row."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from string import digits
+from typing import Any, NamedTuple
+
+from jamp import _dtypes
+from jamp._explain.operations import Operation
+from jamp._explain.residuals import Residuals
+from jamp._plan.records import Origin, Record
+from jamp._policy.policy import Policy, entries
+from jamp._policy.rules import BUILTIN, Rule
+from jamp._tracing.origin import Location, stem_of
+from jamp._tracing.regions import Options
+
+_LOW = frozenset(dtype.name for dtype in _dtypes.LOW_DTYPES)
+_SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "float64": "f64"}
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Operations, and what is counted of them.
+
+    Counted is the program as JAX traces it, before XLA fuses operations. What stands in
+    a scan counts once for each iteration, and in a `shard_map` once for each device;
+    the body of a while loop counts once, because nothing tells how often it runs, and
+    of a conditional every branch counts. That holds for all figures, for the numbers of
+    matmuls and casts as for FLOPs and bytes; only `operations` has an equation once,
+    with how often it runs. The insides of what autocast leaves alone,
+    such as Pallas kernels, do not count.
+    """
+
+    operations: tuple[Operation, ...]  # the equations, those of inner programs included
+
+    @property
+    def matmuls(self) -> tuple[Operation, ...]:
+        """The matmuls and convolutions."""
+        return tuple(op for op in self.operations if op.record.is_product)
+
+    @property
+    def low_matmuls(self) -> int:
+        """How many of them compute on 16-bit operands."""
+        return runs(op for op in self.matmuls if op.record.low)
+
+    @cached_property
+    def flops(self) -> float:
+        """Floating-point operations of all matmuls and convolutions."""
+        return sum(op.flops for op in self.operations)
+
+    @cached_property
+    def low_flop_share(self) -> float:
+        """Share, from 0 to 1, of those operations that run on 16-bit operands."""
+        low = sum(op.flops for op in self.operations if op.record.low)
+        return low / self.flops if self.flops else 0.0
+
+    @cached_property
+    def result_bytes(self) -> dict[str, int]:
+        """Bytes of the results of all operations but conversions, by dtype.
+
+        A result that is rounded counts in the dtype in which it is handed on.
+        """
+        total: Counter[str] = Counter()
+        for op in self.operations:
+            total.update(op.result_bytes)
+        return dict(sorted(total.items()))
+
+    @property
+    def low_byte_share(self) -> float:
+        """Share, from 0 to 1, of those bytes that are of 16-bit floats."""
+        total = sum(self.result_bytes.values())
+        low = sum(size for name, size in self.result_bytes.items() if name in _LOW)
+        return low / total if total else 0.0
+
+    @property
+    def casts(self) -> int:
+        """Number of conversions that autocast inserted into the program."""
+        return sum(op.times * len(op.record.casts) for op in self.operations)
+
+    @cached_property
+    def cast_bytes(self) -> int:
+        """Bytes that these conversions read and write, where XLA fuses none away."""
+        return sum(op.cast_bytes for op in self.operations)
+
+
+def runs(operations: Iterable[Operation]) -> int:
+    return sum(op.times for op in operations)
+
+
+@dataclass(frozen=True)
+class Module(Counted):
+    """A module of the program with all that stands in it, or several that are alike."""
+
+    names: tuple[str, ...]  # the last part of their paths
+    around: tuple[Module, ...] = ()  # those that it stands in, the program first
+
+    @property
+    def name(self) -> str:
+        again = f", the same {len(self.names)} times" if len(self.names) > 1 else ""
+        return spans(self.names) + again
+
+    @property
+    def lineage(self) -> tuple[Module, ...]:
+        """The modules that lead to it, and itself."""
+        return (*self.around, self)[1:]
+
+    @property
+    def alike(self) -> tuple[Module, ...]:
+        """Of these, those down to the innermost that is several, if one is."""
+        if len(self.names) > 1:
+            return self.lineage
+        return self.around[-1].alike if self.around else ()
+
+    @cached_property
+    def own(self) -> tuple[Operation, ...]:
+        """The operations that stand in none of its children."""
+        return tuple(op for op in self.operations if len(op.path) == len(self.around))
+
+    @cached_property
+    def children(self) -> tuple[Module, ...]:
+        """The modules inside.
+
+        They are alike if their names differ by a number, and what they hold stands on
+        the same lines, and makes arrays of the same shapes.
+        """
+        depth, around = len(self.around), (*self.around, self)
+        below: dict[str, list[Operation]] = {}
+        for op in self.operations:
+            if len(op.path) > depth:
+                below.setdefault(op.path[depth], []).append(op)
+        alike: dict[Any, dict[str, list[Operation]]] = {}
+        for name, ops in below.items():
+            held = frozenset(
+                (*map(stem_of, op.path[depth + 1 :]), op.location, op.shapes)
+                for op in ops
+                if op.shapes
+            )
+            alike.setdefault((stem_of(name), held), {})[name] = ops
+        return tuple(
+            Module(tuple(chain(*group.values())), tuple(group), around)
+            for group in alike.values()
+        )
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """One for each function on a line, for modules that are alike together.
+
+        Calls for which nothing was decided are left out.
+        """
+        calls: dict[Any, list[Operation]] = {}
+        for op in self.own:
+            if op.decided:
+                key = op.entry, op.why, op.location, op.library, op.times
+                calls.setdefault((key, op.path), []).append(op)
+        alike: dict[Any, list[Operation]] = {}
+        for (key, _), ops in calls.items():
+            row = Row(tuple(ops), self)
+            known = (key, len(ops), row.operands, row.results)
+            alike.setdefault(known, []).extend(ops)
+        return tuple(Row(tuple(ops), self) for ops in alike.values())
+
+    def walk(self) -> Iterator[Module]:
+        """It and those inside, each before those that it holds."""
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
+
+@dataclass(frozen=True)
+class Row(Counted):
+    """What a report shows in one line: equations of one call, or of one kind."""
+
+    module: Module  # the innermost that it stands in
+
+    @property
+    def first(self) -> Operation:
+        return self.operations[0]
+
+    @property
+    def heading(self) -> str:
+        """What holds of it and those beside it: the modules that are alike, scans."""
+        often, alike = self.often, self.module.alike
+        if not alike:
+            return f"in loops, {often}:" if often else ""
+        path = "/".join(spans(module.names) for module in alike)
+        each = f", each {often}" if often else ""
+        return f"{path}, the same {len(_paths(alike))} times{each}:"
+
+    @property
+    def only(self) -> str:
+        """Which of the modules that are alike it stands in, if not in all."""
+        alike = self.module.alike
+        found = {op.path[: len(alike)] for op in self.operations}
+        few = min(found, _paths(alike) - found, key=len)
+        names = "/".join(
+            spans(name for name in module.names if name in inside)
+            for module, *inside in zip(alike, *few, strict=True)
+            if few and len(module.names) > 1
+        )
+        return names and f"{'only' if few == found else 'not'} {names}"
+
+    @property
+    def path(self) -> str:
+        """The modules that the heading does not name."""
+        inner = self.module.lineage[len(self.module.alike) :]
+        return "/".join(module.name for module in inner if self.first.scope)
+
+    @property
+    def name(self) -> str:
+        """The listed function, or the primitive and how many equations of it."""
+        count = len(self.operations) // len({op.path for op in self.operations})
+        one = self.first.function or count == 1
+        return self.first.entry if one else f"{self.first.entry} x{count}"
+
+    @property
+    def often(self) -> str:
+        """How often the scans run that it stands in."""
+        return f"{self.first.times} times" if self.first.times > 1 else ""
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        return _names(d for op in self.operations for d in op.record.operands)
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        records = [op.record for op in self.operations]
+        if self.first.function is None:
+            return _names(d for record in records for d in record.results)
+        # What one of them hands to another does not leave the function.
+        read = {id(var) for record in records for var in record.eqn.invars}
+        leaving = _names(
+            dtype
+            for record in records
+            if record.returns
+            for var, dtype in zip(record.eqn.outvars, record.returns, strict=True)
+            if id(var) not in read
+        )
+        return leaving or _names(records[-1].results)
+
+    @property
+    def location(self) -> str:
+        """The user's line, and the one of a library that it led to."""
+        lines = map(line_of, (self.first.location, self.first.library))
+        return " > ".join(filter(None, lines))
+
+
+def _paths(alike: tuple[Module, ...]) -> set[tuple[str, ...]]:
+    """Of each of the modules that the last of these is, those around it included."""
+    return {op.path[: len(alike)] for module in alike[-1:] for op in module.operations}
+
+
+def spans(names: Iterable[str]) -> str:
+    """Names in words: of three or more that count on, the first and the last.
+
+    So too of what would be more than four words.
+    """
+    found: list[list[str]] = []
+    for name in names:
+        stem = name.rstrip(digits)
+        number = name[len(stem) :]
+        if found and number and found[-1][-1] == f"{stem}{int(number) - 1}":
+            found[-1].append(name)
+        else:
+            found.append([name])
+    if len(found) > 4:
+        found = [[*chain(*found)]]
+    ends = ([" ... ".join((s[0], s[-1]))] if len(s) > 2 else s for s in found)
+    return ", ".join(chain(*ends))
+
+
+def short(dtype: Any) -> str:
+    return _SHORT.get(str(dtype), str(dtype))
+
+
+def _names(dtypes: Iterable[Any]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(short(d) for d in dtypes if d is not None))
+
+
+def line_of(found: Location | None) -> str:
+    return f"{Path(found.file).name}:{found.line}" if found else ""
+
+
+class PolicyEntry(NamedTuple):
+    """One entry of a policy.
+
+    Attributes:
+      kind: `'primitive'`, `'function'` or `'scope'`.
+      name: its name or pattern.
+      rule: its rule.
+      added: whether it is not in the policy of jamp's that has most of its entries.
+    """
+
+    kind: str
+    name: str
+    rule: Rule
+    added: bool
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name!r} ({self.rule.value})"
+
+
+@dataclass(frozen=True, repr=False)
+class Figures(Counted):
+    """What is known of a function under autocast; see `Report`."""
+
+    name: str
+    options: Options
+    regions: tuple[Options, ...] = ()
+    residuals: Residuals | None = None
+    risks: tuple[str, ...] = ()
+
+    @property
+    def header(self) -> str:
+        """A line on the device type, dtype and policy, and on those of regions."""
+        words = [
+            f"on {found.device_type} to {found.dtype.name}"
+            f"{'' if found.enabled else ', disabled'}, policy {found.policy.name}"
+            for found in (self.options, *self.regions)
+        ]
+        return f"autocast {'; in regions: '.join(dict.fromkeys(words))}"
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """One decision record per equation, those of inner programs included."""
+        return tuple(op.record for op in self.operations)
+
+    @property
+    def unknown(self) -> tuple[Record, ...]:
+        """Equations that ran as traced because the policy does not know them."""
+        return tuple(r for r in self.records if r.ruling.origin is Origin.DEFAULT)
+
+    @cached_property
+    def unused(self) -> tuple[PolicyEntry, ...]:
+        """Entries of the policy that decided about no operation."""
+        policy, rulings = self.options.policy, [r.ruling for r in self.records]
+        used = {(r.origin.value, r.entry) for r in rulings if r.policy == policy.name}
+        used |= {("function", op.function or "") for op in self.operations}
+        own = set(entries(policy))
+        added = min((own - set(entries(Policy.load(b))) for b in BUILTIN), key=len)
+        return tuple(
+            PolicyEntry(*entry, added=entry in added)
+            for entry in entries(policy)
+            if entry[:2] not in used
+        )
+
+    @property
+    def attention(self) -> tuple[str, ...]:
+        """What to know first, the gravest first: sentences, or none if all is well."""
+        matmuls, unknown = self.matmuls, Counter(r.primitive for r in self.unknown)
+        wide = [op for op in matmuls if not op.record.low]
+        reasons = ", ".join(sorted({op.reason for op in wide}))
+        names = ", ".join(f"{name} ({unknown[name]})" for name in sorted(unknown))
+        added = ", ".join(str(entry) for entry in self.unused if entry.added)
+        sentences = [
+            (0 < len(wide) == len(matmuls), f"NO MATMUL RUNS IN 16 BITS: {reasons}"),
+            (names, f"ran as traced, because the policy does not know them: {names}"),
+            (added, f"entries added to the policy that decided about nothing: {added}"),
+            (
+                0 < len(wide) < len(matmuls),
+                f"{runs(wide)} of {runs(matmuls)} matmuls and convolutions "
+                f"({1 - self.low_flop_share:.1%} of their FLOPs) do not run in 16 "
+                f"bits: {reasons}",
+            ),
+        ]
+        return (*(sentence for holds, sentence in sentences if holds), *self.risks)
+
+    @cached_property
+    def modules(self) -> Module:
+        """The program as a tree of modules, which are its named scopes.
+
+        What stands in none is under the name of the user's function. Modules beside
+        each other that are numbered and alike are one.
+        """
+        return Module(self.operations, (self.name,))
