@@ -57,6 +57,10 @@ TYPOS = {
         ["promote.functions: 'jax.nn.relu' is listed under lower.functions too"],
     ),
     "results is no table": ("results = 3", ["results"]),
+    "a result that is no dotted name": (
+        '[results]\nactivation = ["softmax"]',
+        ["results.activation: 'softmax' is not a dotted name"],
+    ),
     "unknown result": ('[results]\nactivation = ["jax.nn.softmx"]', ["softmx"]),
     "name of another type": ("name = 3", ["name"]),
     "a switch of another type": (

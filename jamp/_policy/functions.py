@@ -5,12 +5,12 @@ name, so that a user's own `softmax` is not taken for the library's.
 """
 
 import functools
-import importlib.util
 import inspect
 import pkgutil
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from types import CodeType
 from typing import Any, Self
 
@@ -28,8 +28,8 @@ def code_of(obj: Any) -> CodeType | None:
     """
     if inspect.isclass(obj):
         # Not that of its metaclass, which makes the instances.
-        classes = map(vars, obj.__mro__)
-        obj = next((held["__call__"] for held in classes if "__call__" in held), None)
+        own = (vars(kind).get("__call__") for kind in obj.__mro__)
+        obj = next(filter(None, own), None)
     for _ in range(_MOST_WRAPPERS):
         if inlined(obj):
             raise PolicyError(
@@ -61,8 +61,7 @@ class Function:
 
     @classmethod
     def of(cls, obj: Any) -> Self:
-        code = code_of(obj)
-        kind = type(obj)
+        code, kind = code_of(obj), type(obj)
         if code is None and not hasattr(obj, "__name__") and code_of(kind) is not None:
             raise PolicyError(
                 f"got an instance of {kind.__name__}, and a rule holds for functions "
@@ -96,31 +95,22 @@ def _resolve(name: str) -> CodeType | None:
         # JAX imports some of its public modules on demand; all of it is there anyway.
         with suppress(ImportError, AttributeError):
             pkgutil.resolve_name(name)
-    for cut in range(len(parts) - 1, 0, -1):
-        module = sys.modules.get(".".join(parts[:cut]))
-        if module is None:
-            continue
-        obj: Any = module
-        for part in parts[cut:]:
-            held, obj = obj, getattr(obj, part, None)
-            if obj is None:
-                missing = cut < len(parts) - 1 and part == parts[cut]
-                if missing and not _is_package_attribute(module, part):
-                    return None
-                within = ".".join(parts[:-1])
-                near = [f"{within}.{other}" for other in dir(held)]
-                hint = did_you_mean(name, near) if part == parts[-1] else ""
-                raise PolicyError(f"there is no function {name!r}{hint}")
-        code = code_of(obj)
-        if code is None:
-            raise PolicyError(f"{name!r} is no Python function or class")
-        return code
-    return None
-
-
-def _is_package_attribute(module: Any, part: str) -> bool:
-    """Whether `part` can only be an attribute, not a module not imported yet."""
-    path = getattr(module, "__path__", None)
-    if path is None:
-        return True
-    return importlib.util.find_spec(f"{module.__name__}.{part}") is None
+    modules = (".".join(parts[:cut]) for cut in range(len(parts) - 1, 0, -1))
+    module = next(filter(sys.modules.get, modules), None)
+    if module is None:
+        return None
+    obj: Any = sys.modules[module]
+    *within, last = name.removeprefix(f"{module}.").split(".")
+    if within and hasattr(obj, "__path__") and not hasattr(obj, within[0]):
+        if find_spec(f"{module}.{within[0]}") is not None:
+            return None  # a module that is not imported yet
+    for part in (*within, last):
+        held, obj = obj, getattr(obj, part, None)
+        if obj is None:
+            near = [f"{name.removesuffix(last)}{other}" for other in dir(held)]
+            hint = did_you_mean(name, near) if part == last else ""
+            raise PolicyError(f"there is no function {name!r}{hint}")
+    code = code_of(obj)
+    if code is None:
+        raise PolicyError(f"{name!r} is no Python function or class")
+    return code

@@ -19,10 +19,12 @@ _TOP_KEYS = (
     *RULE_NAMES,
 )
 _UNSAFE_KEYS = ("primitives", "of", "dtype", "advice")
+_PLAIN = (("name", str, "a string"), ("float32_gradients", bool, "true or false"))
 # What a table that extends none begins with, by the attributes of `jamp.Policy`.
-_NOTHING: dict[str, Any] = dict.fromkeys(
-    ("primitives", "functions", "unsafe", "activation_results"), ()
-)
+_NOTHING: dict[str, Any] = {
+    **dict.fromkeys(("primitives", "functions", "unsafe", "activation_results"), ()),
+    "float32_gradients": True,
+}
 
 
 def read_file(source: str | Path) -> dict[str, Any]:
@@ -70,21 +72,17 @@ def _parse(text: str, file: str, stem: str, builtin: bool = False) -> dict[str, 
                 raise PolicyError('dtype is missing; or begin with extends = "gpu"')
             with _inside("dtype"):
                 found["dtype"] = _dtype(table["dtype"])
-        found["name"] = table.get("name", stem)
-        if not isinstance(found["name"], str):
-            raise PolicyError(f"name: must be a string, got {found['name']!r}")
-        if "float32_gradients" in table:
-            found["float32_gradients"] = table["float32_gradients"]
-            if not isinstance(table["float32_gradients"], bool):
-                raise PolicyError(
-                    "float32_gradients: must be true or false, got "
-                    f"{table['float32_gradients']!r}"
-                )
+        found["name"] = stem
+        for key, wanted, words in _PLAIN:
+            found[key] = table.get(key, found[key])
+            if not isinstance(found[key], wanted):
+                raise PolicyError(f"{key}: must be {words}, got {found[key]!r}")
         if "unsafe" in table:
-            found["unsafe"] = _unsafe(table["unsafe"])
+            found["unsafe"] = tuple(_unsafe(table["unsafe"]))
         results = _group(table, "results", ("activation",)).get("activation", [])
         with _inside("results.activation"):
-            found["activation_results"] += tuple(map(_function, _strings(results)))
+            names = [_entry(name, "functions") for name in _strings(results)]
+            found["activation_results"] += tuple(names)
         return found
 
 
@@ -95,7 +93,7 @@ def _rules(table: dict[str, Any], builtin: bool) -> dict[str, dict[Any, Rule]]:
             rules = found["functions" if kind == "elementwise" else kind]
             with _inside(f"{rule.value}.{kind}"):
                 for name in _strings(names):
-                    entry = _entry(name, kind, builtin)
+                    entry = _entry(name, kind, required=not builtin)
                     if entry in rules:
                         other = f"{rules[entry].value}.{kind}"
                         raise PolicyError(f"{name!r} is listed under {other} too")
@@ -103,22 +101,18 @@ def _rules(table: dict[str, Any], builtin: bool) -> dict[str, dict[Any, Rule]]:
     return found
 
 
-def _entry(name: str, kind: str, builtin: bool) -> str | Function:
+def _entry(name: str, kind: str, required: bool = True) -> str | Function:
+    """A primitive, or a function, which has to exist if its module is imported."""
     if kind == "primitives":
         return check_primitive(name)
     if "." not in name:
         raise PolicyError(f"{name!r} is not a dotted name")
-    return _function(name, required=not builtin, elementwise=kind == "elementwise")
-
-
-def _function(name: str, required: bool = True, elementwise: bool = False) -> Function:
-    """The function of a dotted name, which has to exist if its module is imported."""
-    function = Function(name, None, required, elementwise)
+    function = Function(name, None, required, elementwise=kind == "elementwise")
     function.resolve()
     return function
 
 
-def _unsafe(groups: Any) -> tuple[Unsafe, ...]:
+def _unsafe(groups: Any) -> Iterator[Unsafe]:
     with _inside("unsafe"):
         if not isinstance(groups, list) or not all(isinstance(g, dict) for g in groups):
             raise PolicyError("must be a list of tables, each headed [[unsafe]]")
@@ -127,20 +121,18 @@ def _unsafe(groups: Any) -> tuple[Unsafe, ...]:
             for key in _UNSAFE_KEYS:
                 if key not in group:
                     raise PolicyError(f"{key!r} is missing")
-    return tuple(map(_one_unsafe, groups))
-
-
-def _one_unsafe(group: dict[str, Any]) -> Unsafe:
-    names: dict[str, tuple[str, ...]] = {}
-    for key in ("primitives", "of"):
-        with _inside(f"unsafe.{key}"):
-            names[key] = _strings(group[key])
-    with _inside("unsafe"):
-        for name in (*names["primitives"], *names["of"]):
-            _entry(name, "functions" if "." in name else "primitives", builtin=False)
-        if not isinstance(group["advice"], str):
-            raise PolicyError(f"advice must be a string, got {group['advice']!r}")
-        return Unsafe(**names, dtype=_dtype(group["dtype"]), advice=group["advice"])
+    for group in groups:
+        names: dict[str, tuple[str, ...]] = {}
+        for key in ("primitives", "of"):
+            with _inside(f"unsafe.{key}"):
+                names[key] = _strings(group[key])
+        with _inside("unsafe"):
+            for name in (*names["primitives"], *names["of"]):
+                _entry(name, "functions" if "." in name else "primitives")
+            advice = group["advice"]
+            if not isinstance(advice, str):
+                raise PolicyError(f"advice must be a string, got {advice!r}")
+            yield Unsafe(**names, dtype=_dtype(group["dtype"]), advice=advice)
 
 
 def _dtype(value: Any) -> DType:

@@ -1,14 +1,16 @@
 """Unscaling of gradients and the check whether all of them are finite, in one pass."""
 
-import functools
 from collections.abc import Sequence
+from functools import partial
+from itertools import compress
+from operator import not_
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jamp.pallas_kernels.unscale import reference
-from jamp.pallas_kernels.unscale.backends import IMPLEMENTATIONS, backend, fastest
+from jamp.pallas_kernels.unscale.backends import chosen
 from jamp.pallas_kernels.unscale.launches import Request, Results, on_shards
 
 
@@ -38,9 +40,8 @@ def unscale_and_check(
       TypeError: a leaf is no array.
       NotImplementedError: the implementation can't run here; with every reason.
     """
-    scale = jnp.asarray(inv_scale, jnp.float32)
     leaves, treedef = jax.tree.flatten(tree)
-    unscaled, not_finite = _run(leaves, scale, Request(), implementation)
+    unscaled, not_finite = _run(leaves, inv_scale, Request(), implementation)
     return jax.tree.unflatten(treedef, unscaled), not_finite > 0
 
 
@@ -62,39 +63,28 @@ def all_finite(tree: Any, *, implementation: str = "auto") -> jax.Array:
       NotImplementedError: the implementation can't run here; with every reason.
     """
     request = Request(unscale=False)
-    one = jnp.ones((), jnp.float32)
-    _, not_finite = _run(jax.tree.leaves(tree), one, request, implementation)
+    _, not_finite = _run(jax.tree.leaves(tree), 1.0, request, implementation)
     return not_finite == 0
 
 
 def _run(
-    leaves: list[Any], inv_scale: jax.Array, request: Request, implementation: str
+    leaves: list[Any], inv_scale: Any, request: Request, implementation: str
 ) -> Results:
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"unknown implementation {implementation!r}; known are "
-            f"{', '.join(IMPLEMENTATIONS)}"
-        )
     for leaf in leaves:
         if not hasattr(leaf, "dtype"):
             raise TypeError(f"give a tree of arrays; a leaf of it is {leaf!r:.80}")
-    numbers = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    chosen = fastest(numbers) if implementation == "auto" else implementation
-    module = backend(chosen)
-    if module is None:
-        unscaled, not_finite = reference.run(numbers, inv_scale, request)
-    else:
-        unscaled, not_finite = with_kernel(module, numbers, inv_scale, request)
-    if not request.unscale:
-        return [], not_finite
-    results = iter(unscaled)
-    return [
-        next(results) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf
-        for leaf in leaves
-    ], not_finite
+    every = dict(enumerate(leaves))
+    inexact = {k: x for k, x in every.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
+    numbers = list(inexact.values())
+    module = chosen(implementation, numbers)
+    run = reference.run if module is reference else partial(with_kernel, module)
+    unscaled, not_finite = run(numbers, jnp.asarray(inv_scale, jnp.float32), request)
+    # Where nothing was to be unscaled, there are no arrays.
+    every.update(zip(inexact, unscaled, strict=False))
+    return list(every.values()), not_finite
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3))
+@partial(jax.jit, static_argnums=(0, 3))
 def with_kernel(
     module: Any, leaves: Sequence[jax.Array], inv_scale: jax.Array, request: Request
 ) -> Results:
@@ -106,12 +96,11 @@ def with_kernel(
     def kernel(leaves: Sequence[jax.Array], inv_scale: jax.Array) -> Results:
         # These are the shards of a device: whether it takes them depends on their size.
         takes = [module.takes(leaf) for leaf in leaves]
-        taken = [leaf for take, leaf in zip(takes, leaves, strict=True) if take]
-        rest = [leaf for take, leaf in zip(takes, leaves, strict=True) if not take]
-        outputs, not_finite = reference.run(rest, inv_scale, request)
-        if not taken:
+        taken, rest = compress(leaves, takes), compress(leaves, map(not_, takes))
+        outputs, not_finite = reference.run(list(rest), inv_scale, request)
+        if not any(takes):
             return outputs, not_finite
-        by_kernel, found = module.run(taken, inv_scale, request)
+        by_kernel, found = module.run(list(taken), inv_scale, request)
         sources = {True: iter(by_kernel), False: iter(outputs)}
         merged = [next(sources[take]) for take in takes] if request.unscale else []
         return merged, not_finite + found
@@ -119,8 +108,7 @@ def with_kernel(
     def plain(leaves: Any, inv_scale: Any) -> Any:
         return reference.run(leaves, inv_scale, request)
 
-    def batch(size: int, batched: Any, *args: Any) -> Any:
-        del size
+    def batch(_: int, batched: Any, *args: Any) -> Any:
         axes = jax.tree.map(lambda flag: 0 if flag else None, tuple(batched))
         results = jax.vmap(plain, in_axes=axes)(*args)
         return results, jax.tree.map(lambda _: True, results)

@@ -11,17 +11,25 @@ from typing import Any
 
 import jax
 
+from jamp.pallas_kernels.unscale import reference
+
 # Each is the name of a module beside this one.
 KERNELS = ("triton", "mosaic_gpu")
 IMPLEMENTATIONS = ("auto", "xla", *KERNELS)
 
 
-def backend(implementation: str) -> Any:
-    """The module of a kernel, or None for `'xla'`; an error if it can't run here."""
+def chosen(implementation: str, leaves: list[Any]) -> Any:
+    """The module of an implementation for leaves; an error if it can't run here."""
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"unknown implementation {implementation!r}; known are "
+            f"{', '.join(IMPLEMENTATIONS)}"
+        )
+    if implementation == "auto":
+        implementation = fastest(leaves)
     if implementation == "xla":
-        return None
-    reasons = why_not(implementation)
-    if reasons:
+        return reference
+    if reasons := why_not(implementation):
         raise NotImplementedError(
             f"implementation {implementation!r} can't run here: {'; '.join(reasons)}. "
             "'auto' and 'xla' run everywhere"

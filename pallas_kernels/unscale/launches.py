@@ -126,12 +126,10 @@ def on_shards(
     return list(outputs), not_finite
 
 
-def _summed(kernel: Kernel, axes: tuple[str, ...] | None) -> Any:
+def _summed(kernel: Kernel, axes: tuple[str, ...] = ()) -> Any:
     def run(inv_scale: jax.Array, *leaves: jax.Array) -> Any:
         outputs, not_finite = kernel(leaves, inv_scale)
-        if axes is not None:
-            not_finite = jax.lax.psum(not_finite, axes)
-        return tuple(outputs), not_finite
+        return tuple(outputs), jax.lax.psum(not_finite, axes)
 
     return run
 
@@ -147,7 +145,7 @@ def _partitioned(kernel: Kernel, leaves: Sequence[jax.Array], unscale: bool) -> 
         outputs = shards if unscale else ()
         return mesh, lowered, (outputs, everywhere), (everywhere, *shards)
 
-    function = custom_partitioning(_summed(kernel, None))
+    function = custom_partitioning(_summed(kernel))
     # Every leaf keeps its sharding: `, a b, c -> a b, c, `.
     names = [
         " ".join(f"a{leaf}_{axis}" for axis in range(array.ndim))
