@@ -118,11 +118,22 @@ def on_shards(
     with the device. The axes of the mesh must be of one type. `unscale` is whether the
     kernel returns leaves.
     """
-    kinds = set(jax.sharding.get_abstract_mesh().axis_types)
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = set(mesh.axis_types)
     if kinds == {AxisType.Manual}:
         return kernel(leaves, inv_scale)
-    wrap = _partitioned if kinds <= {AxisType.Auto} else _mapped
-    outputs, not_finite = wrap(kernel, leaves, unscale)(inv_scale, *leaves)
+    if kinds <= {AxisType.Auto}:
+        run = _partitioned(kernel, leaves, unscale)
+    else:
+        # The types of the leaves say how they are sharded.
+        specs = tuple(jax.typeof(leaf).sharding.spec for leaf in leaves)
+        run = jax.shard_map(
+            _summed(kernel, mesh.axis_names),
+            in_specs=(PartitionSpec(), *specs),
+            out_specs=(specs if unscale else (), PartitionSpec()),
+            check_vma=False,
+        )
+    outputs, not_finite = run(inv_scale, *leaves)
     return list(outputs), not_finite
 
 
@@ -155,15 +166,3 @@ def _partitioned(kernel: Kernel, leaves: Sequence[jax.Array], unscale: bool) -> 
     rule = f"{', '.join(['', *names])} -> {', '.join([*outputs, ''])}"
     function.def_partition(partition, sharding_rule=rule)
     return function
-
-
-def _mapped(kernel: Kernel, leaves: Sequence[jax.Array], unscale: bool) -> Any:
-    """The kernel, where the types of the leaves say how they are sharded."""
-    everywhere = PartitionSpec()
-    specs = tuple(jax.typeof(leaf).sharding.spec for leaf in leaves)
-    return jax.shard_map(
-        _summed(kernel, jax.sharding.get_abstract_mesh().axis_names),
-        in_specs=(everywhere, *specs),
-        out_specs=(specs if unscale else (), everywhere),
-        check_vma=False,
-    )

@@ -18,10 +18,7 @@ MINIMUM_CAPABILITY = 8.0
 TILE, WARPS = 4096, 8
 # Each leaf of a launch has two branches of its own in the kernel.
 MOST_LEAVES = 64
-
-
-def takes(leaf: jax.Array) -> bool:
-    return launches.fits(leaf)
+takes = launches.fits
 
 
 def run(leaves: Sequence[jax.Array], inv_scale: jax.Array, request: Request) -> Results:
