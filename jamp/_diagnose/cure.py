@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import chain
 from pathlib import Path
 from types import CodeType
@@ -12,13 +13,20 @@ from typing import Any
 
 from jamp._compat import frames
 from jamp._diagnose.diagnosis import Suggestion
-from jamp._diagnose.judge import Examination, Fault, run_again, scale_window
+from jamp._diagnose.judge import (
+    Examination,
+    Fault,
+    behind,
+    kind_of,
+    run_again,
+    scale_window,
+)
 from jamp._diagnose.measure import Measured
 from jamp._diagnose.program import Settings, Subject
 from jamp._dtypes import BFLOAT16, FLOAT16, narrow
 from jamp._policy.functions import Function
 from jamp._tracing import trace
-from jamp._tracing.origin import is_users, stem_of
+from jamp._tracing.origin import Location, is_users, stem_of
 from jamp._tracing.regions import Options
 
 # A suggested loss scale leaves room for gradients that are larger.
@@ -39,68 +47,79 @@ class Change:
     kind: str
     value: Any  # the new scale or dtype, or what a rule or region is for
     reason: str = field(compare=False)  # why, in words
-    # Whether it changes what computes an output.
-    covers: Callable[[Measured], bool] = field(compare=False)
+
+    def covers(self, output: Measured) -> bool:
+        """Whether it changes what computes an output."""
+        match self.kind:
+            case "loss_scale":
+                return output.scaled
+            case "function":
+                return self.value.resolve() in _codes(output)[0]
+            case "scope":
+                return output.scope[: len(self.value)] == self.value
+            case "primitive":
+                return output.primitive == self.value
+            case "region":
+                return output.location == self.value
+        return True
 
     def apply(self, settings: Settings) -> Settings:
-        options = settings.options
-        policy = options.policy
+        options, policy = settings.options, settings.options.policy
         match self.kind:
             case "loss_scale":
                 return replace(settings, loss_scale=self.value)
             case "region":
-                return replace(settings, regions=settings.regions | {self.value})
+                line = self.value.file, self.value.line
+                return replace(settings, regions=settings.regions | {line})
             case "dtype":
                 return replace(settings, options=replace(options, dtype=self.value))
             case "scope":
-                policy = policy.scoped(self.value, "float32")
+                policy = policy.scoped("/".join(self.value), "float32")
             case _:
                 policy = policy.with_rules(float32=[self.value])
         return replace(settings, options=replace(options, policy=policy))
 
 
-def changes_for(fault: Fault, examination: Examination) -> list[Change]:
-    """Small changes that may cure a fault, in the order in which to try them."""
-    output = fault.measured
+def changes_for(output: Measured | None, examination: Examination) -> list[Change]:
+    """Small changes that may cure an output, in the order in which to try them."""
     if output is None:
         return []
-    small = [rule for rule, share in _rules(output, examination) if share <= BROAD]
-    regions = list(_regions(output))
+    regions = _regions(output)
+    rules = _rules(output, examination, broad=False)
     matmuls = [m for m in examination.measured if m.matmul]
 
     def reaches_further(rule: Change) -> bool:
         # Functions and modules may hold more, which costs little if it is no matmul.
         counted = examination.measured if rule.kind == "primitive" else matmuls
         return any(
-            rule.covers(output) and not any(r.covers(output) for r in regions)
-            for output in counted
+            rule.covers(other) and not any(r.covers(other) for r in regions)
+            for other in counted
         )
 
-    scales = list(_scales(output, examination))
+    scales = _scales(output, examination)
     # A rule that reaches beyond the line comes after the region, and last a scale below
     # 1, which makes small gradients smaller.
     return [
         *(change for change in scales if change.value >= 1),
-        *sorted([*small, *regions], key=reaches_further),
+        *sorted([*rules, *regions], key=reaches_further),
         *(change for change in scales if change.value < 1),
     ]
 
 
 def last_resorts(examination: Examination) -> list[Change]:
     """Changes that undo much of what autocast is for, or bring another dtype."""
-    first, options = examination.faults[0].measured, examination.settings.options
-    rules = _rules(first, examination) if first else []
-    found = [rule for rule, share in rules if share > BROAD]
+    first = examination.faults[0].measured
+    found = _rules(first, examination, broad=True) if first else []
     # bfloat16 has fewer digits than float16: it cures no lack of precision.
     kinds = {fault.kind for fault in examination.faults}
-    if options.dtype == FLOAT16 and "precision" not in kinds:
+    if examination.settings.options.dtype == FLOAT16 and "precision" not in kinds:
         reason = "bfloat16 has the range of float32, and fewer digits than float16"
-        found.append(Change("dtype", BFLOAT16, reason, lambda output: True))
+        found.append(Change("dtype", BFLOAT16, reason))
     return found
 
 
-def _rules(output: Measured, examination: Examination) -> list[tuple[Change, float]]:
-    """Rules for what an output stands in, each with its share of what is in 16 bits."""
+def _rules(output: Measured, examination: Examination, broad: bool) -> list[Change]:
+    """Rules for what an output stands in, by their share of what is in 16 bits."""
     narrowing = [m for m in examination.measured if narrow(m.dtype)]
     matmuls = [m for m in narrowing if m.matmul]
 
@@ -112,20 +131,21 @@ def _rules(output: Measured, examination: Examination) -> list[tuple[Change, flo
 
     local = [*_functions(output, examination.settings), *_scopes(output)]
     rules = [*sorted(local, key=share), *_primitives(output, narrowing)]
-    return [(rule, share(rule)) for rule in rules]
+    return [rule for rule in rules if (share(rule) > BROAD) is broad]
 
 
-def _scales(output: Measured, examination: Examination) -> Iterator[Change]:
+def _scales(output: Measured, examination: Examination) -> list[Change]:
     window = scale_window(examination)
     if window is None or not output.scaled:
-        return
+        return []
     low, high = window
     middle = 2.0 ** round((math.log2(low) + math.log2(high)) / 2)
     # A scale below 1 makes small gradients smaller: it is as large as fits.
     scale = high / HEADROOM if middle < 1 else min(middle, high / HEADROOM)
-    if scale != examination.settings.loss_scale:
-        reason = f"loss scales from {low:g} to {high:g} keep gradients in range"
-        yield Change("loss_scale", scale, reason, lambda other: other.scaled)
+    if scale == examination.settings.loss_scale:
+        return []
+    reason = f"loss scales from {low:g} to {high:g} keep gradients in range"
+    return [Change("loss_scale", scale, reason)]
 
 
 def _functions(output: Measured, settings: Settings) -> Iterator[Change]:
@@ -139,12 +159,7 @@ def _functions(output: Measured, settings: Settings) -> Iterator[Change]:
             function = Function(_dotted(code), code)
         else:
             continue
-
-        def covers(other: Measured, code: CodeType = code) -> bool:
-            return code in _codes(other)[0]
-
-        reason = f"computes {function.name} in float32"
-        yield Change("function", function, reason, covers)
+        yield Change("function", function, f"computes {function.name} in float32")
 
 
 def _codes(output: Measured) -> tuple[list[CodeType], CodeType | None]:
@@ -192,12 +207,7 @@ def _dotted(code: CodeType) -> str:
 def _scopes(output: Measured) -> Iterator[Change]:
     for depth in range(len(output.scope), 0, -1):
         path = output.scope[:depth]
-
-        def covers(other: Measured, path: tuple[str, ...] = path) -> bool:
-            return other.scope[: len(path)] == path
-
-        name = "/".join(path)
-        yield Change("scope", name, f"computes module {name} in float32", covers)
+        yield Change("scope", path, f"computes module {'/'.join(path)} in float32")
 
 
 def _primitives(output: Measured, others: list[Measured]) -> Iterator[Change]:
@@ -205,39 +215,75 @@ def _primitives(output: Measured, others: list[Measured]) -> Iterator[Change]:
     matmuls = {other.primitive for other in others if other.matmul}
     on_line = [m for m in (output, *others) if m.location == output.location]
     for name in dict.fromkeys(other.primitive for other in on_line if not other.cast):
-
-        def covers(other: Measured, name: str = name) -> bool:
-            return other.primitive == name
-
         reason = f"computes every {name} in float32"
         if matmuls == {name}:
             reason += (
                 "; that leaves no matmul in 16 bits, so that a change of "
                 f"{output.location or 'the program'} may be better"
             )
-        yield Change("primitive", name, reason, covers)
+        yield Change("primitive", name, reason)
 
 
-def _regions(output: Measured) -> Iterator[Change]:
-    location = output.location
-    if location is not None:
-        line = (location.file, location.line)
-        reason = f"computes {Path(location.file).name}:{location.line} in float32"
-        yield Change("region", line, reason, lambda other: other.location == location)
+def _regions(output: Measured) -> list[Change]:
+    if output.location is None:
+        return []
+    return [
+        Change(
+            "region", output.location, f"computes {_short(output.location)} in float32"
+        )
+    ]
 
 
-def find_cure(subject: Subject, before: Examination, examine: Examine) -> list[Change]:
+def _short(location: Location) -> str:
+    return f"{Path(location.file).name}:{location.line}"
+
+
+def cure(
+    subject: Subject, before: Examination, examine: Examine, own_policy: bool
+) -> tuple[list[Fault], tuple[Suggestion, ...]]:
+    """The faults to tell of, and what cures them."""
+    faults = before.faults
+    if not faults or any(fault.kind == "float32" for fault in faults):
+        return faults, ()
+    changes = _find(subject, before, examine)
+    if changes:
+        return _causes(faults, changes), tuple(_suggest(changes, before, own_policy))
+    location = faults[0].measured.location if faults[0].measured else None
+    reason = (
+        "no rule cures this: the program itself computes there in 16 bits, or on values"
+        " that do not fit; keep them in float32, or scale them"
+    )
+    return faults, (Suggestion(f"# change {location or 'the program'}", reason, False),)
+
+
+def _causes(faults: list[Fault], changes: list[Change]) -> list[Fault]:
+    """The faults that changes reach; or else also what led to them and is changed."""
+
+    def changed(measured: Measured | None) -> bool:
+        return measured is not None and any(c.covers(measured) for c in changes)
+
+    causes = [fault for fault in faults if changed(fault.measured)]
+    if causes:
+        return causes
+    led = [m for fault in faults for m in behind(fault) if changed(m)]
+    # The first fault is a finding too, unless it only made an error grow.
+    seen = [fault for fault in faults[:1] if fault.kind != "precision"]
+    return [*seen, *(Fault(kind_of(m), m) for m in led[:1])] or faults
+
+
+def _find(subject: Subject, before: Examination, examine: Examine) -> list[Change]:
+    """The changes after which a program is healthy, none of them superfluous."""
+
     def cures(changes: Iterable[Change]) -> bool:
         settings = _applied(before.settings, changes)
         return not run_again(subject, settings, before).spoiled
 
-    for changes in _attempts(before, examine):
-        if cures(changes):
-            # The others may not need all of them.
-            for change in changes[:-1]:
-                rest = [other for other in changes if other is not change]
-                changes = rest if cures(rest) else changes
-            return changes
+    for changes in filter(cures, _attempts(before, examine)):
+        # The others may not need all of them.
+        for change in changes[:-1]:
+            rest = [other for other in changes if other is not change]
+            changes = rest if cures(rest) else changes
+        return changes
     return []
 
 
@@ -247,7 +293,7 @@ def _attempts(before: Examination, examine: Examine) -> Iterator[list[Change]]:
     examination = before
     for _ in range(ROUNDS):
         # What all faults have in common comes once.
-        every = (changes_for(fault, examination) for fault in examination.faults)
+        every = (changes_for(f.measured, examination) for f in examination.faults)
         candidates = list(dict.fromkeys(chain.from_iterable(every)))
         yield from ([*chosen, change] for change in candidates)
         step = _step(examination, candidates, examine)
@@ -258,20 +304,18 @@ def _attempts(before: Examination, examine: Examine) -> Iterator[list[Change]]:
     for change in _further(examination):
         chosen = [*chosen, change]
         yield chosen
-    for change in last_resorts(before):
-        yield [change]
+    yield from ([change] for change in last_resorts(before))
 
 
 def _further(examination: Examination) -> list[Change]:
     """Changes for what led to the faults, the nearest first."""
     found: dict[Change, None] = {}
-    for fault in examination.faults:
-        for measured in fault.behind:
-            changes = changes_for(Fault(fault.kind, measured), examination)
-            local = [c for c in changes if c.kind not in ("loss_scale", "primitive")]
-            found.update(dict.fromkeys(local[:1]))
-            if len(found) == FURTHER:
-                return list(found)
+    for measured in chain.from_iterable(map(behind, examination.faults)):
+        changes = changes_for(measured, examination)
+        local = [c for c in changes if c.kind not in ("loss_scale", "primitive")]
+        found.update(dict.fromkeys(local[:1]))
+        if len(found) == FURTHER:
+            break
     return list(found)
 
 
@@ -287,64 +331,62 @@ def _step(
         if not change.covers(first):
             continue
         after = examine(change.apply(examination.settings))
-        left = [f.measured for f in after.faults if f.measured is not None]
+        left = [fault.measured for fault in after.faults if fault.measured]
         if (first.location, first.scaled) not in [(m.location, m.scaled) for m in left]:
             return change, after
     return None
 
 
 def _applied(settings: Settings, changes: Iterable[Change]) -> Settings:
-    for change in changes:
-        settings = change.apply(settings)
-    return settings
+    return reduce(lambda found, change: change.apply(found), changes, settings)
 
 
-def suggestions_of(
+def _suggest(
     changes: Sequence[Change], examination: Examination, own_policy: bool
-) -> tuple[Suggestion, ...]:
-    found, settings = [], examination.settings
+) -> Iterator[Suggestion]:
+    settings = examination.settings
     rules = [c for c in changes if c.kind in ("function", "scope", "primitive")]
     if rules:
         kind = settings.options.device_type
         base = "policy" if own_policy else f'jamp.Policy.load("{kind}")'
-        reason = "; ".join(change.reason for change in rules)
-        options = {"policy": _applied(settings, rules).options.policy}
         every = "".join(_for_all(change, examination) for change in rules)
         code = f"policy = {base}{_with_rules(rules)}{every}"
         code += f"\n{_call(settings.options, True)}"
-        found.append(Suggestion(code, reason, True, options))
+        reason = "; ".join(change.reason for change in rules)
+        policy = _applied(settings, rules).options.policy
+        yield Suggestion(code, reason, True, {"policy": policy})
     for change in changes:
-        options, scale = {}, None
-        if change.kind == "loss_scale":
-            scale = change.value
-            code = f"scaler = jamp.GradScaler(init_scale={scale})"
-        elif change.kind == "region":
-            line = f"{Path(change.value[0]).name}:{change.value[1]}"
-            code = f"with jamp.autocast(enabled=False):  # around {line}"
-            if not any(m.matmul for m in examination.measured if change.covers(m)):
-                # A cast holds until the next product, and does the same up to there.
-                code = f".astype(jnp.float32)  # of what {line} takes"
-        elif change.kind == "dtype":
-            code = _call(change.apply(settings).options, own_policy)
-            options = {"dtype": change.value}
-        else:
-            continue
-        found.append(Suggestion(code, change.reason, True, options, scale))
-    return tuple(found)
+        match change.kind:
+            case "loss_scale":
+                scale = change.value
+                code = f"scaler = jamp.GradScaler(init_scale={scale})"
+                yield Suggestion(code, change.reason, True, loss_scale=scale)
+            case "region":
+                line = _short(change.value)
+                code = f"with jamp.autocast(enabled=False):  # around {line}"
+                if not any(m.matmul for m in examination.measured if change.covers(m)):
+                    # A cast holds until the next product, and does the same up to there.
+                    code = f".astype(jnp.float32)  # of what {line} takes"
+                yield Suggestion(code, change.reason, True)
+            case "dtype":
+                code = _call(change.apply(settings).options, own_policy)
+                yield Suggestion(code, change.reason, True, {"dtype": change.value})
 
 
 def _with_rules(changes: Sequence[Change]) -> str:
     entries = [_entry(c.value) for c in changes if c.kind != "scope"]
-    scopes = [f'.scoped("{c.value}", "float32")' for c in changes if c.kind == "scope"]
+    scopes = [_scoped("/".join(c.value)) for c in changes if c.kind == "scope"]
     rules = [f".with_rules(float32=[{', '.join(entries)}])"] if entries else []
     return "".join([*rules, *scopes])
 
 
+def _scoped(pattern: str) -> str:
+    return f'.scoped("{pattern}", "float32")'
+
+
 def _for_all(change: Change, examination: Examination) -> str:
     """The rule for all modules that are alike, where one of several is cured."""
-    if change.kind != "scope":
-        return ""
-    stem = stem_of(change.value.rpartition("/")[2])
+    stem = stem_of(change.value[-1]) if change.kind == "scope" else ""
     alike = {
         measured.scope[:depth]
         for measured in examination.measured
@@ -354,7 +396,7 @@ def _for_all(change: Change, examination: Examination) -> str:
     if not stem or len(alike) < 2:
         return ""
     patterns = sorted({re.sub("[0-9]+$", "*", path[-1]) for path in alike})
-    rules = "".join(f'.scoped("**/{pattern}", "float32")' for pattern in patterns)
+    rules = "".join(_scoped(f"**/{pattern}") for pattern in patterns)
     return f"\n# or for all {len(alike)} alike: {rules}"
 
 

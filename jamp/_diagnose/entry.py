@@ -7,6 +7,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Never
 
 import jax
@@ -15,9 +16,9 @@ import numpy as np
 
 from jamp._autocast import unwrapped
 from jamp._diagnose import judge
-from jamp._diagnose.cure import Change, find_cure, suggestions_of
+from jamp._diagnose.cure import cure
 from jamp._diagnose.diagnosis import ARGUMENT, Diagnosis, Finding, Suggestion, Underflow
-from jamp._diagnose.judge import Examination, Fault, kind_of
+from jamp._diagnose.judge import Examination, Fault, kind_of, made_by
 from jamp._diagnose.measure import Measured
 from jamp._diagnose.plot import Histogram
 from jamp._diagnose.program import Settings, Subject
@@ -83,14 +84,13 @@ def diagnose(
         steps: Steps = {}
 
         def run(settings: Settings) -> Examination:
-            with _shown(progress) as counted:
-                return judge.examine(subject, settings, steps, counted)
+            return judge.examine(subject, settings, steps, partial(_shown, progress))
 
         # Values that are not finite are expected here.
-        with jax.debug_nans(False), jax.debug_infs(False):
+        with jax.debug_nans(False), jax.debug_infs(False), np.errstate(all="ignore"):
             first = run(Settings(named.options(), scale))
-            faults, suggestions = _cure(subject, first, run, named.policy is not None)
-        return _diagnosis(subject, first, faults, suggestions)
+            faults, suggestions = cure(subject, first, run, named.policy is not None)
+            return _diagnosis(subject, first, faults, suggestions)
 
     return diagnosed
 
@@ -113,74 +113,28 @@ def _checked_scale(loss_scale: float | None) -> float | None:
 
 
 @contextmanager
-def _shown(progress: bool | None) -> Iterator[Callable[[int], Callable[[], object]]]:
-    """Shows a bar, if there is rich, or a line; yields what takes the total."""
+def _shown(progress: bool | None, total: int) -> Iterator[Callable[[], object]]:
+    """Shows a bar, if there is rich, or a line; yields what moves it on."""
     if not (sys.stderr.isatty() if progress is None else progress):
-        yield lambda total: lambda: None
+        yield lambda: None
         return
     try:
         from rich.console import Console
         from rich.progress import Progress
     except ImportError:
-        yield _plain
+        yield partial(_tell, itertools.count(1), total)
         sys.stderr.write("\n")
         return
     console = Console(stderr=True)
     with Progress(console=console, transient=console.is_terminal) as bar:
-
-        def counted(total: int) -> Callable[[], object]:
-            task = bar.add_task("diagnosing", total=total)
-            return lambda: bar.advance(task)
-
-        yield counted
+        yield partial(bar.advance, bar.add_task("diagnosing", total=total))
 
 
-def _plain(total: int) -> Callable[[], None]:
-    numbers = itertools.count(1)
-
-    def advance() -> None:
-        done = next(numbers)
-        if done % _EVERY == 0 or done == total:
-            sys.stderr.write(f"\rdiagnosing: {done} of {total} operations")
-            sys.stderr.flush()
-
-    return advance
-
-
-def _cure(
-    subject: Subject,
-    first: Examination,
-    run: Callable[[Settings], Examination],
-    own_policy: bool,
-) -> tuple[list[Fault], tuple[Suggestion, ...]]:
-    faults = first.faults
-    if not faults or any(fault.kind == "float32" for fault in faults):
-        return faults, ()
-    changes = find_cure(subject, first, run)
-    if changes:
-        suggestions = suggestions_of(changes, first, own_policy)
-        return _causes(faults, changes) or faults, suggestions
-    location = faults[0].measured.location if faults[0].measured else None
-    reason = (
-        "no rule cures this: the program itself computes there in 16 bits, or on values"
-        " that do not fit; keep them in float32, or scale them"
-    )
-    return faults, (Suggestion(f"# change {location or 'the program'}", reason, False),)
-
-
-def _causes(faults: list[Fault], changes: list[Change]) -> list[Fault]:
-    """The faults that changes reach; or else also what led to them and is changed."""
-
-    def changed(measured: Measured | None) -> bool:
-        return measured is not None and any(c.covers(measured) for c in changes)
-
-    causes = [fault for fault in faults if changed(fault.measured)]
-    if causes:
-        return causes
-    behind = [m for fault in faults for m in fault.behind if changed(m)]
-    # The first fault is a finding too, unless it only made an error grow.
-    seen = [fault for fault in faults[:1] if fault.kind != "precision"]
-    return [*seen, *(Fault(kind_of(m), m) for m in behind[:1])]
+def _tell(numbers: Iterator[int], total: int) -> None:
+    done = next(numbers)
+    if done % _EVERY == 0 or done == total:
+        sys.stderr.write(f"\rdiagnosing: {done} of {total} operations")
+        sys.stderr.flush()
 
 
 def _diagnosis(
@@ -214,8 +168,7 @@ def _finding(fault: Fault, subject: Subject) -> Finding:
         what = f"argument {named}" if named else "an argument or a constant"
         message = f"{what} is not finite, so that float32 is not finite either"
         return Finding(fault.kind, ARGUMENT, "", None, "", False, None, message)
-    measured = fault.measured
-    computed = fault.made or measured
+    measured, computed = fault.measured, made_by(fault.measured)
     return Finding(
         kind=fault.kind,
         operation=computed.primitive,
@@ -224,14 +177,14 @@ def _finding(fault: Fault, subject: Subject) -> Finding:
         scope="/".join(computed.scope),
         gradient=measured.scaled,
         iteration=measured.statistics.first,
-        message=_message(fault.kind, measured, fault.made),
+        message=_message(fault.kind, measured, computed),
     )
 
 
-def _message(kind: str, measured: Measured, made: Measured | None) -> str:
+def _message(kind: str, measured: Measured, made: Measured) -> str:
     found, name, dtype = measured.statistics, measured.primitive, measured.dtype.name
     what = f"a cast to {dtype}" if measured.cast else f"{name} in {dtype}"
-    if made is not None:
+    if made is not measured:
         what = f"{made.primitive} rounded to {dtype}"
         if measured.location not in (None, made.location):
             what += f" for line {measured.location.line}"

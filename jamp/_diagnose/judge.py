@@ -2,7 +2,10 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import attrgetter
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -11,14 +14,21 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from jamp import _dtypes, _primitives
-from jamp._diagnose import measure
-from jamp._diagnose.measure import Ledger, Measured, Pair, State
-from jamp._diagnose.program import Program, Settings, Subject, make_program
-from jamp._diagnose.walk import EXACTLY, Steps, Walk, as_pair, count_equations, entering
+from jamp._diagnose.measure import (
+    LOWEST_EXPONENT,
+    Measured,
+    Pair,
+    Statistics,
+    entering,
+    led_to,
+    measure,
+    path_to,
+)
+from jamp._diagnose.program import Program, Settings, Subject
+from jamp._diagnose.walk import EXACTLY, Steps, Walk, count_equations
 from jamp._dtypes import narrow
 from jamp._equations import equations
 from jamp._plan.plain import is_explicit
-from jamp._tracing.regions import Scope
 
 # The error of independent roundings grows with the root of their number. An error of
 # more than this many times that is not explained by rounding.
@@ -52,48 +62,44 @@ class Outcome:
 
     label: str  # what it is
     gradient: bool  # whether it is a gradient
-    state: State  # how far it is from float32's
-    power: float  # its sum of squares in float32
-    shadow: Any = field(repr=False)  # it in float32
-    producers: frozenset[int]  # the outputs that it came from
+    index: int  # which of the results it is
+    pair: Pair
+    producers: frozenset[Measured]  # the outputs that it came from
     # The share of it that float32's last digits change, where that was tried.
     noise: float = 0.0
     terms: float = 0.0  # of a loss, the largest number that it is the difference of
 
-    @classmethod
-    def of(
-        cls, label: str, gradient: bool, pair: Pair, producers: Iterable[int] = ()
-    ) -> Self:
-        shadow = np.asarray(pair.shadow)
-        power = float(np.sum(np.square(shadow[np.isfinite(shadow)].astype(np.float64))))
-        came = frozenset(producers)
-        return cls(label, gradient, measure.state_of(pair), power, shadow, came)
+    def beside(self, computed: Any, shadow: Any) -> Self:
+        """It with what other runs computed."""
+        return replace(self, pair=Pair(np.asarray(computed), np.asarray(shadow)))
+
+    @cached_property
+    def statistics(self) -> Statistics:
+        return measure(self.pair)
+
+    @cached_property
+    def power(self) -> float:
+        """Its sum of squares in float32."""
+        shadow = np.asarray(self.pair.shadow, np.float64)
+        return float(np.sum(np.square(shadow[np.isfinite(shadow)])))
+
+    @property
+    def mean(self) -> float:
+        return math.sqrt(self.power / self.pair.shadow.size)
 
     @property
     def error(self) -> float:
         """Its relative error; inf if it is not finite."""
-        state = self.state
-        return math.inf if state.overflowed or state.wild else state.error
-
-    @property
-    def mean(self) -> float:
-        return math.sqrt(self.power / max(self.shadow.size, 1))
+        found = self.statistics
+        return math.inf if found.overflowed or found.wild else found.error
 
     @property
     def alike(self) -> bool:
         """Whether what is not finite in float32 is the same in 16 bits."""
-        return not self.gradient and self.state.wild == self.state.alike
-
-    def against(self, computed: Any, factor: float) -> Self:
-        """What a program with another loss scale computed, beside the same float32."""
-        shadow = self.shadow * np.float32(factor if self.gradient else 1.0)
-        pair = Pair(np.asarray(computed), shadow)
-        other = self.of(self.label, self.gradient, pair)
-        return replace(other, noise=self.noise, terms=self.terms)
+        return not self.gradient and self.statistics.wild == self.statistics.alike
 
 
 class Verdict(NamedTuple):
-    spoiled: bool  # whether more is wrong than what is the same in float32
     # Outcomes that are not finite in float32 either. Those that are the same under
     # autocast may be meant, as a mask of -inf is, and are left out if others are wrong.
     wild: list[Outcome]
@@ -101,13 +107,15 @@ class Verdict(NamedTuple):
     # what is too far from float32's for another reason.
     wrong: list[Outcome]
 
+    @property
+    def spoiled(self) -> bool:
+        """Whether more is wrong than what is the same in float32."""
+        return bool(self.wrong) or not all(outcome.alike for outcome in self.wild)
 
-@dataclass(frozen=True)
-class Fault:
+
+class Fault(NamedTuple):
     kind: str  # `'overflow'`, `'underflow'`, `'precision'` or `'float32'`
     measured: Measured | None  # None if an argument or a constant is not finite
-    behind: tuple[Measured, ...] = ()  # 16-bit operations that led to it
-    made: Measured | None = None  # if it is a cast of autocast's, what computed that
 
 
 def error_limit(dtype: Any, roundings: int) -> float:
@@ -133,23 +141,22 @@ def judge(
     gradient_wrong = gradient_error(outcomes) > max(limit, GRADIENT_ERROR)
 
     def is_wrong(outcome: Outcome) -> bool:
-        state, mean = outcome.state, outcome.mean
-        if state.overflowed:
+        found, mean = outcome.statistics, outcome.mean
+        if found.overflowed:
             return True
         if outcome.noise >= NOISE:
             return False
         if not outcome.gradient:
             # What cancels in a loss has the rounding of its terms.
-            return state.error > limit * max(1.0, outcome.terms / (mean or math.inf))
-        lost = state.lost > LOST and mean > NEGLIGIBLE * largest
-        alone = state.error > ONE_GRADIENT_ERROR and mean > TINY * largest
+            return found.error > limit * max(1.0, outcome.terms / (mean or math.inf))
+        lost = found.lost > LOST and mean > NEGLIGIBLE * largest
+        alone = found.error > ONE_GRADIENT_ERROR and mean > TINY * largest
         return lost or alone or gradient_wrong
 
     wrong = list(filter(is_wrong, outcomes))
-    wild = [outcome for outcome in outcomes if outcome.state.wild]
+    wild = [outcome for outcome in outcomes if outcome.statistics.wild]
     unlike = [outcome for outcome in wild if not outcome.alike]
-    spoiled = bool(unlike or wrong)
-    return Verdict(spoiled, unlike if spoiled else wild, wrong)
+    return Verdict(unlike if unlike or wrong else wild, wrong)
 
 
 def kind_of(measured: Measured, share: float = UNDERFLOWED) -> str:
@@ -160,58 +167,57 @@ def kind_of(measured: Measured, share: float = UNDERFLOWED) -> str:
     return "underflow" if small > share * found.nonzero else "precision"
 
 
-def find_faults(verdict: Verdict, ledger: Ledger) -> list[Fault]:
-    def path_to(outcomes: Sequence[Outcome]) -> list[Measured]:
-        return ledger.led_to(n for outcome in outcomes for n in outcome.producers)
-
+def find_faults(verdict: Verdict) -> list[Fault]:
+    wild, path = (
+        path_to(m for outcome in outcomes for m in outcome.producers)
+        for outcomes in verdict
+    )
     faults: list[Fault] = []
     if verdict.wild:
-        began = [m for m in path_to(verdict.wild) if m.statistics.wild_began]
+        began = [m for m in wild if m.statistics.wild_began]
         faults.append(Fault("float32", began[0] if began else None))
-    path = path_to(verdict.wrong)
-    overflowed = [m for m in path if m.statistics.began]
+    overflowed = one_per_line(m for m in path if m.statistics.began)
     if overflowed:
-        found: dict[Any, Fault] = {}
-        for measured in _one_per_line(overflowed):
-            kind, cause = _overflow(measured, ledger)
-            found.setdefault(cause.line, Fault(kind, cause))
-        faults += found.values()
+        found = map(_overflow, overflowed)
     else:
-        suspects = [_beginning(m, ledger) for m in _suspects(path)]
-        faults += [Fault(kind_of(m), m) for m in _one_per_line(suspects)]
-    return [
-        replace(f, behind=_behind(f, ledger), made=_made(f.measured, ledger))
-        for f in faults
-    ]
+        found = (Fault(kind_of(m), m) for m in map(_beginning, _suspects(path)))
+    return [*faults, *one_per_line(found, attrgetter("measured.line"))]
 
 
-def _made(rounding: Measured | None, ledger: Ledger) -> Measured | None:
+def one_per_line(found: Iterable[Any], line: Any = attrgetter("line")) -> list[Any]:
+    """The first of each line and module, forward and backward."""
+    first: dict[Any, Any] = {}
+    for each in found:
+        first.setdefault(line(each), each)
+    return list(first.values())
+
+
+def made_by(rounding: Measured) -> Measured:
     """What computed the numbers that a cast rounds which the user did not write."""
-    if rounding is None or not rounding.cast or is_explicit(rounding.eqn):
-        return None
+    if not rounding.cast or is_explicit(rounding.eqns[0]):
+        return rounding
     found = rounding
     while found is rounding or found.primitive in _primitives.MOVEMENT:
-        operands = ledger.operands(found)
-        if len(operands) != 1:
-            return None
-        (found,) = operands
+        if len(found.producers) != 1:
+            return rounding
+        (found,) = found.producers
     # A gradient is told at the line whose derivative it is.
-    return None if rounding.scaled and found.line != rounding.line else found
+    return rounding if rounding.scaled and found.line != rounding.line else found
 
 
-def _behind(fault: Fault, ledger: Ledger) -> tuple[Measured, ...]:
+def behind(fault: Fault) -> list[Measured]:
     """The operations in 16 bits that led to a fault, nearest first, one per line."""
-    found = ledger.behind(fault.measured) if fault.measured else []
-    return tuple(_one_per_line([m for m in found if narrow(m.dtype)]))
+    found = led_to(fault.measured.operands) if fault.measured else []
+    return one_per_line(m for m in found if narrow(m.dtype))
 
 
-def _beginning(found: Measured, ledger: Ledger) -> Measured:
+def _beginning(found: Measured) -> Measured:
     """The operation behind one that only passes an error on, or amplifies it."""
     while _passes_on(found):
-        wrong = [m for m in ledger.operands(found) if m.statistics.error]
+        wrong = [m for m in found.producers if m.statistics.error]
         if len(wrong) != 1:
             break
-        found = wrong[0]
+        (found,) = wrong
     return found
 
 
@@ -237,31 +243,32 @@ def _suspects(path: Sequence[Measured]) -> list[Measured]:
     return sorted(found, key=lambda m: -m.statistics.blame)
 
 
-def _overflow(measured: Measured, ledger: Ledger) -> tuple[str, Measured]:
-    """The kind and the operation of the fault behind a result that is not finite.
+def _overflow(measured: Measured) -> Fault:
+    """The fault behind a result that is not finite.
 
     A result that the dtype could hold is not finite because of an operand: one that
     became zero and is divided by, or one that was negative by its error only.
     """
     if measured.statistics.largest > float(jnp.finfo(measured.dtype).max):
-        return "overflow", measured
+        return Fault("overflow", measured)
     cause, zeros = measured, [measured]
     while zeros:
         cause = zeros[0]
-        zeros = [m for m in ledger.operands(cause) if m.statistics.flushed]
+        zeros = [m for m in cause.operands if m.statistics.flushed]
     if cause is not measured:
         # A single zero that is divided by is a fault.
-        return kind_of(cause, share=0.0), cause
-    suspects = _suspects(ledger.led_to(measured.producers))
-    return (kind_of(suspects[0]), suspects[0]) if suspects else ("overflow", measured)
+        return Fault(kind_of(cause, share=0.0), cause)
+    suspects = _suspects(path_to(measured.producers))
+    if not suspects:
+        return Fault("overflow", measured)
+    return Fault(kind_of(suspects[0]), suspects[0])
 
 
-def _one_per_line(found: Sequence[Measured]) -> list[Measured]:
-    """The first of each line and module, forward and backward."""
-    first: dict[Any, Measured] = {}
-    for measured in found:
-        first.setdefault(measured.line, measured)
-    return list(first.values())
+def _terms(measured: Measured) -> float:
+    """The largest of the numbers whose sum or difference an output is."""
+    if measured.primitive in ("add", "neg", "sub"):
+        return max(map(_terms, measured.producers), default=0.0)
+    return measured.statistics.largest
 
 
 @dataclass(frozen=True)
@@ -276,50 +283,44 @@ def examine(
     subject: Subject,
     settings: Settings,
     steps: Steps,
-    progress: Callable[[int], Callable[[], object]],
+    progress: Callable[[int], AbstractContextManager[Callable[[], object]]],
 ) -> Examination:
     """Walks through a program; `progress` takes its length, and gives what counts."""
-    program = make_program(subject, settings)
-    ledger, advance = Ledger(), progress(count_equations(program.closed))
-    walk = Walk(steps, advance, ledger, Scope())
-    scale = None if settings.loss_scale is None else len(program.arrays) - 1
-    # Values that are not finite are expected here.
-    with np.errstate(all="ignore"):
-        values = [
-            entering(as_pair(array), scaled=index == scale)
-            for index, array in enumerate(program.arrays)
-        ]
-        results = walk.run(program.closed, values)
-        outcomes = [
-            Outcome.of(label, gradient, value.pair, value.producers)
-            for label, gradient, value in _floating(program, results)
-        ]
-    if scale is not None:
-        terms = max(map(ledger.terms, outcomes[0].producers), default=0.0)
+    program = subject.program(settings)
+    values = [entering(array) for array in program.arrays]
+    if settings.loss_scale is not None:
+        values[-1] = values[-1]._replace(scaled=True)
+    found: dict[Any, Measured] = {}
+    with progress(count_equations(program.closed)) as advance:
+        results = Walk(steps, advance, found).run(program.closed, values)
+    measured, first = list(found.values()), len(results) - program.gradients
+    outcomes = [
+        Outcome(label, index >= first, index, result.pair, result.producers)
+        for index, (label, result) in enumerate(zip(program.labels, results))
+        if result.statistics is not None
+    ]
+    if settings.loss_scale is not None:
+        terms = max(map(_terms, outcomes[0].producers), default=0.0)
         outcomes[0] = replace(outcomes[0], terms=terms)
-    dtype = settings.options.dtype
-    verdict = judge(outcomes, dtype, ledger.measured)
-    finite = not any(o.state.overflowed or o.state.wild for o in outcomes)
-    if verdict.spoiled and finite:
-        outcomes = _settled(subject, settings, outcomes, results)
-        verdict = judge(outcomes, dtype, ledger.measured)
-    faults = find_faults(verdict, ledger)
-    return Examination(settings, ledger.measured, outcomes, faults)
+    verdict = judge(outcomes, settings.options.dtype, measured)
+    if verdict.spoiled and not any(math.isinf(outcome.error) for outcome in outcomes):
+        outcomes = _settled(subject, settings, outcomes)
+        verdict = judge(outcomes, settings.options.dtype, measured)
+    return Examination(settings, measured, outcomes, find_faults(verdict))
 
 
 def _settled(
-    subject: Subject, settings: Settings, outcomes: list[Outcome], results: Any
+    subject: Subject, settings: Settings, outcomes: list[Outcome]
 ) -> list[Outcome]:
     """Outcomes beside float32 run by itself, which takes branches and steps of its own.
 
     It runs twice: what changes with the last digits of its arguments is rounding only.
     """
     options = replace(settings.options, enabled=False)
-    program = make_program(subject, replace(settings, options=options))
+    program = subject.program(replace(settings, options=options))
     vars_ = (v for e in equations(program.closed) for v in (*e.invars, *e.outvars))
-    if any(narrow(getattr(var.aval, "dtype", None)) for var in vars_):
+    if any(narrow(_dtypes.dtype_of(var)) for var in vars_):
         return outcomes  # it casts by itself
-    run = jax.jit(jaxpr_as_fun(program.closed), compiler_options=EXACTLY)
     rng = np.random.default_rng(0)
     nudged = [
         array * (1 + 2.0**-22 * rng.choice([-1, 1], array.shape).astype(array.dtype))
@@ -327,43 +328,31 @@ def _settled(
         else array
         for array in program.arrays
     ]
+    run = _compiled(program)
+    alone, other = run(*program.arrays), run(*nudged)
     found = []
-    with np.errstate(all="ignore"):
-        runs = (results, run(*program.arrays), run(*nudged))
-        each = zip(outcomes, *(_floating(program, r) for r in runs), strict=True)
-        for old, (*_, value), (*_, plain), (*_, other) in each:
-            plain = np.asarray(plain)
-            pair = Pair(value.pair.computed, plain)
-            alone = old.of(old.label, old.gradient, pair, old.producers)
-            noise = measure.state_of(Pair(np.asarray(other), plain)).error
-            nearer = min(old, alone, key=lambda outcome: outcome.error)
-            found.append(replace(nearer, noise=noise, terms=old.terms))
+    for old in outcomes:
+        plain = alone[old.index]
+        noise = old.beside(other[old.index], plain).statistics.error
+        nearer = min(old, old.beside(old.pair.computed, plain), key=lambda o: o.error)
+        found.append(replace(nearer, noise=noise))
     return found
 
 
 def run_again(subject: Subject, settings: Settings, before: Examination) -> Verdict:
     """Runs a program compiled, and compares it with the float32 of an examination."""
-    program = make_program(subject, settings)
-    run = jax.jit(jaxpr_as_fun(program.closed), compiler_options=EXACTLY)
+    program = subject.program(settings)
+    results = _compiled(program)(*program.arrays)
     factor = (settings.loss_scale or 1.0) / (before.settings.loss_scale or 1.0)
-    with np.errstate(all="ignore"):
-        results = _floating(program, run(*program.arrays))
-        outcomes = [
-            outcome.against(array, factor)
-            for outcome, (_, _, array) in zip(before.outcomes, results, strict=True)
-        ]
+    outcomes = []
+    for old in before.outcomes:
+        shadow = old.pair.shadow * np.float32(factor if old.gradient else 1.0)
+        outcomes.append(old.beside(results[old.index], shadow))
     return judge(outcomes, settings.options.dtype, before.measured)
 
 
-def _floating(program: Program, results: Sequence[Any]) -> list[tuple[str, bool, Any]]:
-    """Label, whether it is a gradient, and result, of the results that are measured."""
-    first = len(results) - program.gradients
-    every = zip(program.labels, results, program.closed.out_avals, strict=True)
-    return [
-        (label, index >= first, result)
-        for index, (label, result, aval) in enumerate(every)
-        if measure.is_measured(aval)
-    ]
+def _compiled(program: Program) -> Callable[..., Any]:
+    return jax.jit(jaxpr_as_fun(program.closed), compiler_options=EXACTLY)
 
 
 def scale_window(examination: Examination) -> tuple[float, float] | None:
@@ -386,7 +375,7 @@ def scale_window(examination: Examination) -> tuple[float, float] | None:
     # The ends of the histogram also count all that lies outside of it.
     if bin_of_small in (0, len(counts) - 1) or any(s.wild for s in gradients):
         return None
-    small = measure.LOWEST_EXPONENT + bin_of_small - np.log2(scale)
+    small = LOWEST_EXPONENT + bin_of_small - np.log2(scale)
     low = 2.0 ** np.ceil(np.log2(float(info.smallest_subnormal)) - small)
     high = 2.0 ** np.floor(np.log2(float(info.max) / largest))
     return float(low), float(high)

@@ -6,9 +6,10 @@ Statistics are taken by NumPy, which compiles nothing.
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
@@ -21,34 +22,37 @@ from jamp._tracing import origin
 LOWEST_EXPONENT, HIGHEST_EXPONENT = -64, 63
 _BINS = HIGHEST_EXPONENT - LOWEST_EXPONENT + 1
 
-# How statistics of two iterations become one, where they are not added.
-_MERGED = {"largest": max, "error": max, "least_error": min, "introduced_once": max}
-
 
 class Pair(NamedTuple):
     computed: Any  # as it is under autocast
-    # As if all were float32; None for what has none, as integers, keys and tokens.
+    # As if all were float32. Integers, keys and tokens are those under autocast.
     shadow: Any
-
-    @property
-    def wide(self) -> Any:
-        return self.computed if self.shadow is None else self.shadow
 
 
 class Statistics(NamedTuple):
+    """How far a value is from float32's, and how much of that began where it was made.
+
+    Of a value in a loop, over all iterations.
+    """
+
+    # Root mean square of the error, relative to that of the value in float32. Elements
+    # that are not finite in either run are left out.
+    error: float
+    lost: float  # how much of its power (sum of squares) elements held that became zero
+    overflowed: int  # how many elements are not finite though they are in float32
+    wild: int  # how many are not finite in float32
+    alike: int  # how many of these are the same as computed
     nonzero: int  # elements that are finite and not zero in float32
-    wild: int  # elements that are not finite in float32 either
     flushed: int  # elements that are zero and not so in float32
     subnormal: int  # elements below the smallest normal number of the dtype
     largest: float  # the largest magnitude in float32
-    error: float  # root mean square of the error, relative to that of the value
-    least_error: float  # the least of these errors, where it ran several times
-    introduced: float  # how much of the error no operand had; the sum over all times
-    introduced_once: float  # the largest part of that sum
-    began: int  # elements that overflowed although no operand had
-    wild_began: int  # elements not finite in float32 although all operands were
-    first: int | None  # iteration of a loop in which the first overflow began
     exponents: np.ndarray[Any, Any]  # how many elements have which exponent in float32
+    least_error: float  # the least of the errors, where it ran several times
+    introduced: float = 0.0  # how much of it no operand had; the sum over all times
+    introduced_once: float = 0.0  # the largest part of that sum
+    began: int = 0  # elements that overflowed although no operand had
+    wild_began: int = 0  # elements not finite in float32 although all operands were
+    first: int | None = None  # iteration of a loop in which the first overflow began
 
     @property
     def blame(self) -> float:
@@ -64,14 +68,84 @@ class Statistics(NamedTuple):
         """How many elements have a smaller exponent in float32."""
         return int(self.exponents[: max(0, exponent - LOWEST_EXPONENT)].sum())
 
+    def after(self, operands: Sequence[Self], iteration: int | None) -> Self:
+        """Those of a result, given those of what it was computed from."""
+        inherited = max((operand.error for operand in operands), default=0.0)
+        introduced = max(0.0, min(self.error, 1.0) - min(inherited, 1.0))
+        began = (
+            0 if any(operand.overflowed for operand in operands) else self.overflowed
+        )
+        return self._replace(
+            introduced=introduced,
+            introduced_once=introduced,
+            began=began,
+            wild_began=0 if any(operand.wild for operand in operands) else self.wild,
+            first=iteration if began else None,
+        )
+
     def merge(self, other: Self) -> Self:
-        merged = {
-            name: _MERGED.get(name, operator.add)(ours, theirs)
-            for name, ours, theirs in zip(self._fields, self, other, strict=True)
-            if name != "first"
-        }
-        iterations = [i for i in (self.first, other.first) if i is not None]
-        return self._replace(**merged, first=min(iterations, default=None))
+        """Those of two iterations."""
+        pairs = zip(self._fields, self, other, strict=True)
+        return type(self)(*(_MERGED.get(n, operator.add)(a, b) for n, a, b in pairs))
+
+
+def _earlier(a: int | None, b: int | None) -> int | None:
+    return min((i for i in (a, b) if i is not None), default=None)
+
+
+# How statistics of two iterations become one, where they are not added.
+_MERGED: dict[str, Any] = {
+    **dict.fromkeys(("error", "lost", "largest", "introduced_once"), max),
+    "least_error": min,
+    "first": _earlier,
+}
+
+
+def measure(pair: Pair) -> Statistics:
+    # Masking a scalar would give no array.
+    computed = np.atleast_1d(pair.computed).astype(_dtypes.FLOAT32)
+    shadow = np.atleast_1d(pair.shadow)
+    finite, reached = np.isfinite(shadow), np.isfinite(computed)
+    same = (computed == shadow) | np.isnan(computed) & np.isnan(shadow)
+    nonzero = finite & (shadow != 0)
+    flushed = _count(nonzero & (computed == 0))
+    small = np.abs(computed) < float(jnp.finfo(pair.computed.dtype).tiny)
+    # frexp's mantissa is from 1/2 to 1.
+    exponents = np.frexp(shadow[nonzero])[1] - 1
+    bins = np.clip(exponents, LOWEST_EXPONENT, HIGHEST_EXPONENT) - LOWEST_EXPONENT
+
+    both = finite & reached
+    got, right = computed[both], shadow[both]
+    # Squares of large and small numbers overflow and underflow in float32.
+    unit = _magnitude(right) or _magnitude(got) or 1.0
+    power = _power(right / unit)
+    wrong = _power(got / unit - right / unit)
+    error = math.sqrt(wrong / power) if power else float(wrong > 0)
+    return Statistics(
+        error=error,
+        lost=_power(right[got == 0] / unit) / power if power else 0.0,
+        overflowed=_count(finite & ~reached),
+        wild=_count(~finite),
+        alike=_count(~finite & same),
+        nonzero=_count(nonzero),
+        flushed=flushed,
+        subnormal=_count(nonzero & small) - flushed,
+        largest=_magnitude(shadow[nonzero]),
+        exponents=np.bincount(bins, minlength=_BINS),
+        least_error=error,
+    )
+
+
+def _count(mask: Any) -> int:
+    return int(np.count_nonzero(mask))
+
+
+def _power(values: Any) -> float:
+    return float(np.sum(np.square(values)))
+
+
+def _magnitude(values: Any) -> float:
+    return float(np.max(np.abs(values), initial=0))
 
 
 def has_shadow(aval: Any) -> bool:
@@ -80,109 +154,31 @@ def has_shadow(aval: Any) -> bool:
     Numbers and truth values have. Integers (indices, counts) are those of the run under
     autocast in both, lest a tie decided otherwise look like an error.
     """
-    dtype = getattr(aval, "dtype", None)
-    return (
-        is_plain_array(aval)
-        and isinstance(dtype, np.dtype)
-        and (dtype == np.bool_ or bool(jnp.issubdtype(dtype, np.inexact)))
-    )
+    if not is_plain_array(aval) or not isinstance(aval.dtype, np.dtype):
+        return False
+    return aval.dtype == np.bool_ or bool(jnp.issubdtype(aval.dtype, np.inexact))
 
 
 def is_measured(aval: Any) -> bool:
     """Whether a value's statistics are taken: it is floating, and there is some."""
-    return has_shadow(aval) and _dtypes.eligible(aval.dtype) and aval.size > 0
+    return is_plain_array(aval) and _dtypes.eligible(aval.dtype) and aval.size > 0
 
 
-class State(NamedTuple):
-    """How far a value is from float32's."""
-
-    # Root mean square of the error, relative to that of the value in float32. Elements
-    # that are not finite in either run are left out.
-    error: float
-    overflowed: int  # how many elements are not finite though they are in float32
-    wild: int  # how many are not finite in float32
-    alike: int  # how many of these are the same as computed
-    lost: float  # how much of its power (sum of squares) elements held that became zero
-
-
-def state_of(pair: Pair) -> State:
-    computed, shadow = _arrays(pair)
-    finite, reached = np.isfinite(shadow), np.isfinite(computed)
-    both = finite & reached
-    alike = ~finite & ((computed == shadow) | np.isnan(computed) & np.isnan(shadow))
-    computed, shadow = computed[both], shadow[both]
-    # Squares of large and small numbers overflow and underflow in float32.
-    unit = _magnitude(shadow) or _magnitude(computed) or 1.0
-    power = float(np.sum(np.square(shadow / unit)))
-    error = float(np.sum(np.square(computed / unit - shadow / unit)))
-    lost = float(np.sum(np.square(shadow[computed == 0] / unit)))
-    return State(
-        error=math.sqrt(error / power) if power else float(error > 0),
-        overflowed=int(np.count_nonzero(finite & ~reached)),
-        wild=int(np.count_nonzero(~finite)),
-        alike=int(np.count_nonzero(alike)),
-        lost=lost / power if power else 0.0,
-    )
-
-
-def measure(
-    pair: Pair, operands: Sequence[State], iteration: int | None
-) -> tuple[Statistics, State]:
-    """Statistics of a floating result, and its state, given those of its operands."""
-    state = state_of(pair)
-    computed, shadow = _arrays(pair)
-    nonzero = np.isfinite(shadow) & (shadow != 0)
-    small = nonzero & (np.abs(computed) < float(jnp.finfo(pair.computed.dtype).tiny))
-    flushed = int(np.count_nonzero(nonzero & (computed == 0)))
-    inherited = max((operand.error for operand in operands), default=0.0)
-    introduced = max(0.0, min(state.error, 1.0) - min(inherited, 1.0))
-    began = 0 if any(operand.overflowed for operand in operands) else state.overflowed
-    # frexp's mantissa is from 1/2 to 1.
-    exponents = np.frexp(shadow[nonzero])[1] - 1
-    bins = np.clip(exponents, LOWEST_EXPONENT, HIGHEST_EXPONENT) - LOWEST_EXPONENT
-    statistics = Statistics(
-        nonzero=int(np.count_nonzero(nonzero)),
-        wild=state.wild,
-        flushed=flushed,
-        subnormal=int(np.count_nonzero(small)) - flushed,
-        largest=_magnitude(shadow[nonzero]),
-        error=state.error,
-        least_error=state.error,
-        introduced=introduced,
-        introduced_once=introduced,
-        began=began,
-        wild_began=0 if any(operand.wild for operand in operands) else state.wild,
-        first=iteration if began else None,
-        exponents=np.bincount(bins, minlength=_BINS),
-    )
-    return statistics, state
-
-
-def _arrays(pair: Pair) -> tuple[Any, Any]:
-    # Masking a scalar would give no array.
-    computed, shadow = np.atleast_1d(pair.computed), np.atleast_1d(pair.shadow)
-    return computed.astype(_dtypes.FLOAT32), shadow
-
-
-def _magnitude(values: Any) -> float:
-    return float(np.max(np.abs(values), initial=0))
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Measured:
     """One result of an equation of the program, which was measured."""
 
-    eqn: JaxprEqn
+    number: int  # in the order of the program
+    eqns: tuple[JaxprEqn, ...]  # it, and those whose programs it stands in, outwards
     dtype: Any  # the dtype of the result
     scope: tuple[str, ...]  # the named scopes around it, outermost first
-    callers: tuple[JaxprEqn, ...]  # whose programs it stands in, outermost first
     scaled: bool  # whether the result carries the loss scale: it is part of a gradient
-    producers: frozenset[int]  # numbers of the outputs that it was computed from
+    producers: frozenset["Measured"]  # the outputs that it was computed from
     statistics: Statistics  # over all the times that the equation ran
 
     @property
     def primitive(self) -> str:
-        return self.eqn.primitive.name
+        return self.eqns[0].primitive.name
 
     @property
     def matmul(self) -> bool:
@@ -193,10 +189,6 @@ class Measured:
         return self.primitive == "convert_element_type"
 
     @property
-    def eqns(self) -> tuple[JaxprEqn, ...]:
-        return (self.eqn, *reversed(self.callers))
-
-    @property
     def location(self) -> origin.Location | None:
         return next(filter(None, map(origin.location, self.eqns)), None)
 
@@ -205,70 +197,51 @@ class Measured:
         """Line and module, forward or backward."""
         return self.location, self.scope, self.scaled
 
-    def merge(self, other: Self) -> Self:
-        """The output with what was measured in another iteration of a loop."""
+    @property
+    def operands(self) -> list["Measured"]:
+        """What it was computed from, in the order of the program."""
+        return sorted(self.producers, key=operator.attrgetter("number"))
+
+    def merge(self, other: Self) -> None:
+        """Adds what was measured in another iteration of a loop."""
         # In another iteration, another branch may be taken.
-        return replace(
-            self,
-            scaled=self.scaled or other.scaled,
-            producers=self.producers | other.producers,
-            statistics=self.statistics.merge(other.statistics),
-        )
+        self.scaled |= other.scaled
+        self.producers |= other.producers
+        self.statistics = self.statistics.merge(other.statistics)
+
+
+def led_to(outputs: Iterable[Measured]) -> list[Measured]:
+    """These outputs and all that led to them, nearest first."""
+    found = list(dict.fromkeys(outputs))
+    seen = set(found)
+    for output in found:  # which grows meanwhile
+        new = [operand for operand in output.operands if operand not in seen]
+        found += new
+        seen.update(new)
+    return found
+
+
+def path_to(outputs: Iterable[Measured]) -> list[Measured]:
+    """These outputs and all that led to them, in the program's order."""
+    return sorted(led_to(outputs), key=operator.attrgetter("number"))
 
 
 class Tracked(NamedTuple):
+    """A value on its way through the program."""
+
     pair: Pair  # what it is in both runs
-    state: State | None  # how far it is from float32's; None for what is not measured
+    statistics: Statistics | None  # None for what is not measured
     scaled: bool  # whether it depends on the loss scale
-    producers: frozenset[int]  # the outputs that it came from
+    producers: frozenset[Measured]  # the outputs that it came from
 
 
-class Ledger:
-    """What was measured, output by output, and what was computed from what."""
+def tracked(
+    pair: Pair, scaled: bool = False, producers: frozenset[Measured] = frozenset()
+) -> Tracked:
+    measured = is_measured(jax.typeof(pair.computed))
+    return Tracked(pair, measure(pair) if measured else None, scaled, producers)
 
-    def __init__(self) -> None:
-        # The outputs in the order of the program, in which they are numbered.
-        self.measured: list[Measured] = []
-        self._numbers: dict[tuple[int, ...], int] = {}
 
-    def note(self, var: Any, found: Measured) -> int:
-        """Keeps what was measured of a variable; returns the number of the output."""
-        key = (*map(id, found.callers), id(var))
-        number = self._numbers.setdefault(key, len(self.measured))
-        if number == len(self.measured):
-            self.measured.append(found)
-        else:
-            self.measured[number] = self.measured[number].merge(found)
-        return number
-
-    def inside(self, callers: Iterable[JaxprEqn]) -> frozenset[int]:
-        """The outputs that stand in the program of the last of some equations."""
-        key = tuple(map(id, callers))
-        return frozenset(n for k, n in self._numbers.items() if k[: len(key)] == key)
-
-    def operands(self, measured: Measured) -> list[Measured]:
-        return [self.measured[number] for number in measured.producers]
-
-    def terms(self, number: int) -> float:
-        """The largest of the numbers whose sum or difference an output is."""
-        measured = self.measured[number]
-        if measured.primitive in ("add", "neg", "sub"):
-            return max(map(self.terms, measured.producers), default=0.0)
-        return measured.statistics.largest
-
-    def behind(self, measured: Measured) -> list[Measured]:
-        return [self.measured[n] for n in self._ancestors(measured.producers)]
-
-    def led_to(self, numbers: Iterable[int]) -> list[Measured]:
-        """These outputs and all that led to them, in the program's order."""
-        return [self.measured[n] for n in sorted(self._ancestors(numbers))]
-
-    def _ancestors(self, numbers: Iterable[int]) -> list[int]:
-        """These outputs and all that led to them, nearest first."""
-        found = list(dict.fromkeys(numbers))
-        seen = set(found)
-        for number in found:  # which grows meanwhile
-            new = sorted(self.measured[number].producers - seen)
-            found += new
-            seen.update(new)
-        return found
+def entering(array: Any) -> Tracked:
+    """A value that enters the program, the same in both runs."""
+    return tracked(Pair(array, _dtypes.widened(array)))

@@ -20,8 +20,10 @@ from jamp._tracing import nnx_modules, origin, regions, trace
 from jamp._tracing.checks import is_array
 
 Line = tuple[str, int]
-# A root, `args` or `kwargs`, and the keys that lead from it to a leaf.
+# The keys that lead to a leaf, the first one `args` or `kwargs`.
 Path = tuple[Any, ...]
+# The parts of what a program returns; the first one is the loss, if there is a gradient.
+_RESULT, _AUX, _STATE, _GRADIENT = range(4)
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,16 @@ class Settings:
     options: regions.Options  # those of the autocast
     loss_scale: float | None = None  # the factor of the loss; None computes no gradient
     regions: frozenset[Line] = frozenset()  # the user's, with `enabled=False`
+
+
+@dataclass(frozen=True)
+class Program:
+    """A subject, traced and rewritten under some settings."""
+
+    closed: Any  # the closed jaxpr
+    arrays: list[Any]  # its arguments; the last one is the loss scale, if there is one
+    labels: list[str]  # names of its results
+    gradients: int  # how many of the results, the last ones, are gradients
 
 
 @dataclass(frozen=True)
@@ -75,7 +87,7 @@ class Subject:
         differentiated = tuple(
             slot
             for slot, path in enumerate(paths)
-            if path[0] == "args"
+            if path[0].key == "args"
             and path[1].idx in chosen
             and _is_floating(leaves[slot])
         )
@@ -89,6 +101,60 @@ class Subject:
             if _is_floating(leaf) and not jax.numpy.isfinite(leaf).all()
         ]
 
+    def program(self, settings: Settings) -> Program:
+        slots = [i for i, leaf in enumerate(self.leaves) if is_array(leaf)]
+        arrays, chosen = [self.leaves[slot] for slot in slots], self.differentiated
+
+        def call(leaves: list[Any]) -> Any:
+            """What the user's function returns, and the state of modules."""
+            args, kwargs = jax.tree.unflatten(self.tree, leaves)
+            traced = trace.trace(self.fn, settings.options, args, kwargs)
+            _refuse_refs(traced.program)
+            marked = _in_regions(traced.program, settings)
+            inputs = [leaves[slot] for slot in slots]
+            plan = make_plan(marked, inputs, settings.options)
+            result = traced.rebuild(emit(plan, inputs, share=False))
+            return (result, ()) if self.modules is None else result
+
+        def run(*arrays: Any) -> Any:
+            leaves = trace.with_arrays(self.leaves, slots, arrays[: len(slots)])
+            if settings.loss_scale is None:
+                result, state = call(leaves)
+                return _only_arrays((result, (), state, ()))
+
+            def loss_of(parameters: list[Any]) -> Any:
+                result, state = call(trace.with_arrays(leaves, chosen, parameters))
+                loss, aux = _loss_and_aux(result, self.has_aux)
+                return loss, _only_arrays((aux, state))
+
+            parameters = [leaves[slot] for slot in chosen]
+            loss, pullback, aux = jax.vjp(loss_of, parameters, has_aux=True)
+            return loss, *aux, pullback(arrays[-1].astype(loss.dtype))[0]
+
+        def label_of(path: Path) -> str:
+            part, inside = path[0].idx, path[1:]
+            if part == _GRADIENT:
+                return f"gradient of {self.labels[chosen[inside[0].idx]]}"
+            if part == _STATE:
+                return f"state of {_label_of(_in_module(inside, self.modules or {}))}"
+            name = "result" if settings.loss_scale is None else ("loss", "aux")[part]
+            return name + jax.tree_util.keystr(inside)
+
+        if settings.loss_scale is not None:
+            if not chosen:
+                raise AutocastTypeError(
+                    "diagnose(fn, loss_scale=...) takes the gradient of the floating "
+                    "arrays among the arguments at argnums, and there are none"
+                )
+            arrays.append(np.float32(settings.loss_scale))
+        closed, shapes = jax.make_jaxpr(run, return_shape=True)(*arrays)
+        labels = [label_of(path) for path, _ in jax.tree.leaves_with_path(shapes)]
+        return Program(closed, arrays, labels, len(chosen))
+
+
+def _only_arrays(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, tree)
+
 
 def _is_floating(leaf: Any) -> bool:
     return is_array(leaf) and jax.numpy.issubdtype(leaf.dtype, np.floating)
@@ -98,101 +164,31 @@ def _find_paths(
     args: Any, kwargs: Any, call: nnx_modules.Prepared
 ) -> tuple[list[Path], Mapping[int, Path] | None]:
     """The user's path of each leaf of a prepared call, and that of each module."""
-    packed = call.args is not args
     nnx = sys.modules.get("flax.nnx")
-    is_module = partial(nnx_modules.is_node, nnx) if packed else None
-    given = jax.tree.leaves_with_path((args, kwargs), is_leaf=is_module)
-    paths = [(("args", "kwargs")[path[0].idx], *path[1:]) for path, _ in given]
-    if not packed:
+    is_module = nnx and partial(nnx_modules.is_node, nnx)
+    roots = {"args": args, "kwargs": kwargs}
+    given = jax.tree.leaves_with_path(roots, is_leaf=is_module)
+    paths = [path for path, _ in given]
+    if call.args is args:
         return paths, None
     _, state, held = call.args
-    slots = jax.tree.leaves(held)
     # A module's number stands in its place.
-    modules = {
-        int(slot): path
-        for path, (_, leaf), slot in zip(paths, given, slots, strict=True)
-        if slot is not leaf
-    }
+    slots = zip(given, held, strict=True)
+    modules = {slot.index: path for (path, leaf), slot in slots if slot is not leaf}
     inside = [_in_module(path, modules) for path, _ in jax.tree.leaves_with_path(state)]
     return [*inside, *paths], modules
 
 
 def _in_module(path: Path, modules: Mapping[int, Path]) -> Path:
     # Other modules are the function itself, or it is bound to them or closes over them.
-    module = modules.get(path[0].key, ("module", path[0]))
+    module = modules.get(path[0].key, (jax.tree_util.DictKey("module"), path[0]))
     # The last key leads into a variable.
     value = jax.tree_util.GetAttrKey("value")
     return (*module, *(key for key in path[1:] if key != value))
 
 
 def _label_of(path: Path) -> str:
-    return f"{path[0]}{jax.tree_util.keystr(path[1:])}"
-
-
-@dataclass(frozen=True)
-class Program:
-    """A subject, traced and rewritten under some settings."""
-
-    closed: Any  # the closed jaxpr
-    arrays: list[Any]  # its arguments; the last one is the loss scale, if there is one
-    labels: list[str]  # names of its results
-    gradients: int  # how many of the results, the last ones, are gradients
-
-
-def make_program(subject: Subject, settings: Settings) -> Program:
-    slots = [i for i, leaf in enumerate(subject.leaves) if is_array(leaf)]
-    arrays = [subject.leaves[slot] for slot in slots]
-    labels: list[str] = []
-    chosen = subject.differentiated
-
-    def call(leaves: list[Any]) -> Any:
-        """What the user's function returns, and the state of modules."""
-        args, kwargs = jax.tree.unflatten(subject.tree, leaves)
-        traced = trace.trace(subject.fn, settings.options, args, kwargs)
-        _refuse_refs(traced.program)
-        marked = _in_regions(traced.program, settings)
-        inputs = [leaves[slot] for slot in slots]
-        plan = make_plan(marked, inputs, settings.options)
-        result = traced.rebuild(emit(plan, inputs, share=False))
-        return (result, ()) if subject.modules is None else result
-
-    def labelled(**parts: Any) -> list[Any]:
-        found = []
-        for name, part in parts.items():
-            for path, leaf in jax.tree.leaves_with_path(part):
-                if is_array(leaf):
-                    found.append(leaf)
-                    labels.append(name + jax.tree_util.keystr(path))
-                    if name == "state":
-                        inside = _in_module(path, subject.modules or {})
-                        labels[-1] = f"state of {_label_of(inside)}"
-        return found
-
-    def run(*arrays: Any) -> list[Any]:
-        leaves = trace.with_arrays(subject.leaves, slots, arrays[: len(slots)])
-        if settings.loss_scale is None:
-            result, state = call(leaves)
-            return labelled(result=result, state=state)
-
-        def loss_of(parameters: list[Any]) -> Any:
-            result, state = call(trace.with_arrays(leaves, chosen, parameters))
-            loss, aux = _loss_and_aux(result, subject.has_aux)
-            return loss, (aux, state)
-
-        parameters = [leaves[slot] for slot in chosen]
-        loss, pullback, (aux, state) = jax.vjp(loss_of, parameters, has_aux=True)
-        values = labelled(loss=loss, aux=aux, state=state)
-        labels.extend(f"gradient of {subject.labels[slot]}" for slot in chosen)
-        return [*values, *pullback(arrays[-1].astype(loss.dtype))[0]]
-
-    if settings.loss_scale is not None:
-        if not chosen:
-            raise AutocastTypeError(
-                "diagnose(fn, loss_scale=...) takes the gradient of the floating arrays"
-                " among the arguments at argnums, and there are none"
-            )
-        arrays.append(np.float32(settings.loss_scale))
-    return Program(jax.make_jaxpr(run)(*arrays), arrays, labels, len(chosen))
+    return f"{path[0].key}{jax.tree_util.keystr(path[1:])}"
 
 
 def _loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
@@ -231,8 +227,7 @@ def _in_regions(program: Any, settings: Settings) -> Any:
     """A traced program in which some lines stand in a disabled region."""
     if not settings.regions:
         return program
-    options = settings.options
-    with regions.tracing(options), regions.region(replace(options, enabled=False)):
+    with regions.region(replace(settings.options, enabled=False)):
         mark = current_name_stack()
 
     def marked(value: Any) -> Any:

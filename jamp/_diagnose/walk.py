@@ -19,8 +19,14 @@ from jax.extend.core import JaxprEqn, Literal, jaxpr_as_fun
 
 from jamp import _dtypes, _equations, _primitives
 from jamp._compat import scan_counts
-from jamp._diagnose import measure
-from jamp._diagnose.measure import Ledger, Measured, Pair, Tracked
+from jamp._diagnose.measure import (
+    Measured,
+    Pair,
+    Tracked,
+    entering,
+    has_shadow,
+    tracked,
+)
 from jamp._lowerings.lower import lowering
 from jamp._tracing.regions import Scope
 
@@ -37,28 +43,34 @@ Values = Sequence[Tracked]
 class Walk:
     steps: Steps  # compiled equations, which several walks may share
     advance: Callable[[], object]  # called after each equation
-    ledger: Ledger  # holds what is measured
-    scope: Scope  # the named scopes around the program
-    callers: tuple[JaxprEqn, ...] = ()  # the equations that hold it, outermost first
+    measured: dict[Hashable, Measured]  # what is measured, in the program's order
+    scope: Scope = Scope()  # the named scopes around the program
+    callers: tuple[JaxprEqn, ...] = ()  # the equations that hold it, innermost first
     iteration: int | None = None  # that of the loop around the program, if there is one
 
     def run(self, program: Any, values: Values) -> list[Tracked]:
         program = _equations.closed(program)
         jaxpr = program.jaxpr
         env: dict[Any, Tracked] = dict(zip(jaxpr.invars, values, strict=True))
-        consts = map(entering, map(as_pair, program.consts))
+        consts = map(entering, program.consts)
         env.update(zip(jaxpr.constvars, consts, strict=True))
 
         def read(atom: Any) -> Tracked:
             if not isinstance(atom, Literal):
                 return env[atom]
-            return entering(as_pair(np.asarray(atom.val, _dtypes.dtype_of(atom))))
+            return entering(np.asarray(atom.val, _dtypes.dtype_of(atom)))
 
-        for eqn, unused in zip(jaxpr.eqns, _unused_after(jaxpr), strict=True):
+        def touched(eqn: JaxprEqn) -> list[Any]:
+            return [*_equations.read_by(eqn), *eqn.outvars]
+
+        last = {var: eqn for eqn in jaxpr.eqns for var in touched(eqn)}
+        kept = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
+        for eqn in jaxpr.eqns:
             results = self._equation(eqn, list(map(read, eqn.invars)))
             env.update(zip(eqn.outvars, results, strict=True))
-            for var in unused:
-                env.pop(var, None)
+            for var in touched(eqn):
+                if last[var] is eqn and var not in kept:
+                    env.pop(var, None)
         return list(map(read, jaxpr.outvars))
 
     def _equation(self, eqn: JaxprEqn, operands: Values) -> list[Tracked]:
@@ -72,12 +84,34 @@ class Walk:
 
     def _inside(self, eqn: JaxprEqn) -> Self:
         scope = self.scope.enter(eqn.source_info.name_stack)
-        return replace(self, scope=scope, callers=(*self.callers, eqn))
+        return replace(self, scope=scope, callers=(eqn, *self.callers))
 
     def _plain(self, eqn: JaxprEqn, operands: Values) -> list[Tracked]:
         pairs = self._bind(eqn, [operand.pair for operand in operands])
         scaled = any(operand.scaled for operand in operands)
-        states = [operand.state for operand in operands if operand.state is not None]
+        producers = _producers(operands)
+        before = [x.statistics for x in operands if x.statistics is not None]
+        eqns, values = (eqn, *self.callers), []
+        for var, pair in zip(eqn.outvars, pairs, strict=True):
+            value = tracked(pair, scaled, producers)
+            if value.statistics is not None:
+                found = Measured(
+                    len(self.measured),
+                    eqns,
+                    _dtypes.dtype_of(var),
+                    self._scope_of(eqn),
+                    scaled,
+                    producers,
+                    value.statistics.after(before, self.iteration),
+                )
+                known = self.measured.setdefault((*eqns, var), found)
+                if known is not found:
+                    known.merge(found)
+                value = value._replace(producers=frozenset({known}))
+            values.append(value)
+        return values
+
+    def _scope_of(self, eqn: JaxprEqn) -> tuple[str, ...]:
         names = self.scope.enter(eqn.source_info.name_stack).names
         # Not those that JAX itself opens, for a checkpoint or an einsum.
         scope = tuple(n for n in names if n not in _OF_JAX and "->" not in n)
@@ -85,18 +119,7 @@ class Walk:
         for n in range(len(scope) // 2, 0, -1):
             if scope[:n] == scope[n : 2 * n]:
                 scope = scope[n:]
-        producers = _producers(operands)
-        values = []
-        for var, pair in zip(eqn.outvars, pairs, strict=True):
-            value = Tracked(pair, None, scaled, producers)
-            if measure.is_measured(var.aval):
-                statistics, state = measure.measure(pair, states, self.iteration)
-                place = eqn, _dtypes.dtype_of(var), scope, self.callers
-                found = Measured(*place, scaled, producers, statistics)
-                number = self.ledger.note(var, found)
-                value = Tracked(pair, state, scaled, frozenset({number}))
-            values.append(value)
-        return values
+        return scope
 
     def _bind(self, eqn: JaxprEqn, operands: Sequence[Pair]) -> list[Pair]:
         dtypes = tuple(map(_dtypes.dtype_of, (*eqn.invars, *eqn.outvars)))
@@ -106,10 +129,8 @@ class Walk:
         except TypeError:
             key, known = eqn, False
         if not known:
-            self.steps[key] = jax.jit(
-                lambda *operands: run_pair(eqn, operands), compiler_options=EXACTLY
-            )
-        return self.steps[key](*operands)
+            self.steps[key] = jax.jit(partial(run_pair, eqn), compiler_options=EXACTLY)
+        return self.steps[key](operands)
 
     def _cond(self, eqn: JaxprEqn, operands: Values) -> list[Tracked]:
         index, branches = int(operands[0].pair.computed), eqn.params["branches"]
@@ -128,18 +149,17 @@ class Walk:
         for iteration, index in enumerate(indices):
             # With an ellipsis, NumPy gives an array of a vector's element too.
             take = partial(jax.tree.map, itemgetter((index, ...)))
-            slices = [entering(take(x.pair), x.scaled, x.producers) for x in xs]
+            slices = [tracked(take(x.pair), x.scaled, x.producers) for x in xs]
             inner = replace(inside, iteration=iteration)
             results = inner.run(eqn.params["jaxpr"], [*consts, *carry, *slices])
             carry = _carried(results[:count], operands[start:stop])
             rows[index] = results[count:]
+        columns = zip(*(rows[index] for index in sorted(rows)), strict=True)
+        ys = [_stacked(column) for column in columns]
         if not rows:
             # What is stacked then has no elements.
             arrays = _equations.bind(eqn, [x.pair.computed for x in operands])
-            ys = [entering(as_pair(array)) for array in arrays[count:]]
-        else:
-            columns = zip(*(rows[index] for index in sorted(rows)), strict=True)
-            ys = [_stacked(column) for column in columns]
+            ys = list(map(entering, arrays[count:]))
         return inside._left([*carry, *ys], operands)
 
     def _while(self, eqn: JaxprEqn, operands: Values) -> list[Tracked]:
@@ -162,23 +182,17 @@ class Walk:
 
     def _left(self, results: Values, operands: Values) -> list[Tracked]:
         """The results of a loop: all that is inside may have led to each of them."""
-        producers = self.ledger.inside(self.callers) | _producers(operands)
+        around = slice(-len(self.callers), None)
+        inside = {m for m in self.measured.values() if m.eqns[around] == self.callers}
+        producers = _producers(operands) | inside
         return [result._replace(producers=producers) for result in results]
 
 
 _RUNS = {"cond": Walk._cond, "scan": Walk._scan, "while": Walk._while}
 
 
-def entering(
-    pair: Pair, scaled: bool = False, producers: frozenset[int] = frozenset()
-) -> Tracked:
-    measured = measure.is_measured(jax.typeof(pair.computed))
-    state = measure.state_of(pair) if measured else None
-    return Tracked(pair, state, scaled, producers)
-
-
-def _producers(values: Iterable[Tracked]) -> frozenset[int]:
-    return frozenset[int]().union(*(value.producers for value in values))
+def _producers(values: Iterable[Tracked]) -> frozenset[Measured]:
+    return frozenset[Measured]().union(*(value.producers for value in values))
 
 
 def _going_on(holds: Any, new: Values, old: Values) -> list[Tracked]:
@@ -201,11 +215,10 @@ def _stacked(values: Values) -> Tracked:
 
     def stack(*arrays: Any) -> Any:
         # NumPy compiles nothing; it has no keys.
-        numpy_has = isinstance(arrays[0].dtype, np.dtype)
-        return np.stack(arrays) if numpy_has else jnp.stack(arrays)
+        return (np if isinstance(arrays[0].dtype, np.dtype) else jnp).stack(arrays)
 
     pair = jax.tree.map(stack, *(value.pair for value in values))
-    return entering(pair, any(value.scaled for value in values))
+    return tracked(pair, any(value.scaled for value in values))
 
 
 def _carried(results: Values, first: Values) -> list[Tracked]:
@@ -214,16 +227,6 @@ def _carried(results: Values, first: Values) -> list[Tracked]:
         result._replace(producers=value.producers)
         for result, value in zip(results, first, strict=True)
     ]
-
-
-def _unused_after(jaxpr: Any) -> list[set[Any]]:
-    """For each equation, the variables that nothing reads from then on."""
-    read = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
-    unused: list[set[Any]] = []
-    for eqn in reversed(jaxpr.eqns):
-        unused.append({*eqn.outvars, *_equations.read_by(eqn)} - read)
-        read |= unused[-1]
-    return unused[::-1]
 
 
 def count_equations(program: Any) -> int:
@@ -238,7 +241,7 @@ def count_equations(program: Any) -> int:
 def run_pair(eqn: JaxprEqn, operands: Sequence[Pair]) -> list[Pair]:
     """Runs an equation without inner programs, or one that cannot be looked into."""
     computed = _equations.bind(eqn, [operand.computed for operand in operands])
-    shadowed = [measure.has_shadow(var.aval) for var in eqn.outvars]
+    shadowed = [has_shadow(var.aval) for var in eqn.outvars]
     if not any(shadowed):
         shadows = computed
     elif eqn.effects:
@@ -246,21 +249,13 @@ def run_pair(eqn: JaxprEqn, operands: Sequence[Pair]) -> list[Pair]:
         shadows = list(map(_dtypes.widened, computed))
     else:
         shadows = _run_wide(eqn, operands)
-    return [
-        Pair(array, shadow if wanted else None)
-        for array, shadow, wanted in zip(computed, shadows, shadowed, strict=True)
-    ]
-
-
-def as_pair(array: Any) -> Pair:
-    """A value that enters the program, the same in both runs."""
-    shadowed = measure.has_shadow(jax.typeof(array))
-    return Pair(array, _dtypes.widened(array) if shadowed else None)
+    each = zip(computed, shadows, shadowed, strict=True)
+    return [Pair(array, shadow if own else array) for array, shadow, own in each]
 
 
 def _run_wide(eqn: JaxprEqn, operands: Sequence[Pair]) -> list[Any]:
     """The results of an equation in the run in float32."""
-    name, arrays = eqn.primitive.name, [operand.wide for operand in operands]
+    name, arrays = eqn.primitive.name, [operand.shadow for operand in operands]
     if name == "reduce_precision":
         # It only rounds, as a cast to 16 bits would.
         return arrays
@@ -273,10 +268,8 @@ def _run_wide(eqn: JaxprEqn, operands: Sequence[Pair]) -> list[Any]:
     if name in _primitives.DTYPE_BOUND or _equations.holds_program(eqn):
         # It runs only in the dtypes that it stands in.
         narrowed = [
-            operand.computed
-            if operand.shadow is None
-            else jax.lax.convert_element_type(operand.shadow, operand.computed.dtype)
-            for operand in operands
+            shadow.astype(computed.dtype) if _dtypes.narrow(computed.dtype) else shadow
+            for computed, shadow in operands
         ]
         return list(map(_dtypes.widened, _equations.bind(eqn, narrowed)))
     wide: dict[str, Any] = {
