@@ -17,10 +17,17 @@ import numpy as np
 from jamp._autocast import unwrapped
 from jamp._diagnose import judge
 from jamp._diagnose.cure import cure
-from jamp._diagnose.diagnosis import ARGUMENT, Diagnosis, Finding, Suggestion, Underflow
+from jamp._diagnose.diagnosis import (
+    ARGUMENT,
+    Diagnosis,
+    Finding,
+    Histogram,
+    Suggestion,
+    Underflow,
+)
 from jamp._diagnose.judge import Examination, Fault, kind_of, made_by
 from jamp._diagnose.measure import Measured
-from jamp._diagnose.plot import Histogram
+
 from jamp._diagnose.program import Settings, Subject
 from jamp._diagnose.walk import Steps
 from jamp._dtypes import narrow
