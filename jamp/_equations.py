@@ -3,7 +3,15 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, jaxprs_in_params
+import jax
+from jax.extend.core import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Primitive,
+    jaxprs_in_params,
+)
 
 from jamp._dtypes import shape_of
 
@@ -24,6 +32,42 @@ def nested(
         if enter(eqn):
             for inner in jaxprs_in_params(eqn.params):
                 yield from nested(inner.eqns, enter)
+
+
+def replaced(
+    program: Any,
+    wanted: Callable[[JaxprEqn], bool],
+    change: Callable[[JaxprEqn], JaxprEqn],
+    known: dict[int, Any],
+) -> Any:
+    """A program in which the equations that are wanted are changed, inner ones too.
+
+    The programs that are known by their id, by now, are not made again, so that what
+    several equations call stays one program.
+    """
+    if not any(map(wanted, equations(program))):
+        return program
+
+    def inside(value: Any) -> Any:
+        # Programs among other things are static data of another library, which may
+        # hold them elsewhere too and compare them: Equinox does, as it calls what it
+        # has converted.
+        held = jax.tree.leaves(value) if isinstance(value, tuple) else [value]
+        if not held or not all(isinstance(leaf, Jaxpr | ClosedJaxpr) for leaf in held):
+            return value
+        return jax.tree.map(lambda inner: replaced(inner, wanted, change, known), value)
+
+    def changed(eqn: JaxprEqn) -> JaxprEqn:
+        eqn = change(eqn) if wanted(eqn) else eqn
+        return eqn.replace(params={n: inside(value) for n, value in eqn.params.items()})
+
+    if id(program) not in known:
+        if isinstance(program, Jaxpr):
+            parts = {"eqns": list(map(changed, program.eqns))}
+        else:
+            parts = {"jaxpr": replaced(program.jaxpr, wanted, change, known)}
+        known[id(program)] = program.replace(**parts)
+    return known[id(program)]
 
 
 def closed(program: Any) -> Any:

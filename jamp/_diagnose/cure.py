@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from itertools import chain
+from itertools import chain, product, takewhile
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -25,10 +25,12 @@ from jamp._diagnose.measure import Measured
 from jamp._diagnose.program import Settings, Subject
 from jamp._dtypes import BFLOAT16, FLOAT16, narrow
 from jamp._policy.functions import Function
+from jamp._policy.policy import Policy
 from jamp._tracing import trace
 from jamp._tracing.origin import Location, is_users, stem_of
 from jamp._tracing.regions import Options
 
+_TRACE = trace.trace.__code__.co_filename
 # A suggested loss scale leaves room for gradients that are larger.
 HEADROOM = 4.0
 # A rule that takes back more of the 16-bit results, or matmuls, is a last resort.
@@ -56,11 +58,11 @@ class Change:
             case "function":
                 return self.value.resolve() in _codes(output)[0]
             case "scope":
-                return output.scope[: len(self.value)] == self.value
+                return bool(output.scope[: len(self.value)] == self.value)
             case "primitive":
-                return output.primitive == self.value
+                return bool(output.primitive == self.value)
             case "region":
-                return output.location == self.value
+                return bool(output.location == self.value)
         return True
 
     def apply(self, settings: Settings) -> Settings:
@@ -69,8 +71,7 @@ class Change:
             case "loss_scale":
                 return replace(settings, loss_scale=self.value)
             case "region":
-                line = self.value.file, self.value.line
-                return replace(settings, regions=settings.regions | {line})
+                return replace(settings, regions=settings.regions | {self.value})
             case "dtype":
                 return replace(settings, options=replace(options, dtype=self.value))
             case "scope":
@@ -80,21 +81,17 @@ class Change:
         return replace(settings, options=replace(options, policy=policy))
 
 
-def changes_for(output: Measured | None, examination: Examination) -> list[Change]:
+def changes_for(output: Measured, examination: Examination) -> list[Change]:
     """Small changes that may cure an output, in the order in which to try them."""
-    if output is None:
-        return []
-    regions = _regions(output)
+    line = [at for at in (output.location,) if at]
+    regions = [Change("region", at, f"computes {_short(at)} in float32") for at in line]
     rules = _rules(output, examination, broad=False)
     matmuls = [m for m in examination.measured if m.matmul]
 
-    def reaches_further(rule: Change) -> bool:
+    def reaches_further(change: Change) -> bool:
         # Functions and modules may hold more, which costs little if it is no matmul.
-        counted = examination.measured if rule.kind == "primitive" else matmuls
-        return any(
-            rule.covers(other) and not any(r.covers(other) for r in regions)
-            for other in counted
-        )
+        counted = examination.measured if change.kind == "primitive" else matmuls
+        return any(change.covers(m) and m.location not in line for m in counted)
 
     scales = _scales(output, examination)
     # A rule that reaches beyond the line comes after the region, and last a scale below
@@ -129,7 +126,12 @@ def _rules(output: Measured, examination: Examination, broad: bool) -> list[Chan
         shares = (sum(map(change.covers, found)) / len(found) for found in counted)
         return max(shares, default=0.0)
 
-    local = [*_functions(output, examination.settings), *_scopes(output)]
+    paths = (output.scope[:depth] for depth in range(len(output.scope), 0, -1))
+    modules = (
+        Change("scope", path, f"computes module {'/'.join(path)} in float32")
+        for path in paths
+    )
+    local = [*_functions(output, examination.settings), *modules]
     rules = [*sorted(local, key=share), *_primitives(output, narrowing)]
     return [rule for rule in rules if (share(rule) > BROAD) is broad]
 
@@ -170,16 +172,12 @@ def _codes(output: Measured) -> tuple[list[CodeType], CodeType | None]:
     """
     codes: list[CodeType] = []
     for eqn in output.eqns:
-        found = frames(eqn)
-        for code in () if found is None else found[0]:
-            if code.co_filename == trace.trace.__code__.co_filename:
-                break
-            codes.append(code)
+        found, _ = frames(eqn) or ((), ())
+        codes += takewhile(lambda code: code.co_filename != _TRACE, found)
     users = [code for code in codes if is_users(code.co_filename)]
     if not users:
         return [], None
-    outermost = users[-1]
-    return [code for code in codes if code is not outermost], outermost
+    return [code for code in codes if code is not users[-1]], users[-1]
 
 
 def _is_nameable(code: CodeType, diagnosed: CodeType | None) -> bool:
@@ -195,19 +193,15 @@ def _dotted(code: CodeType) -> str:
     """The name by which a policy finds the function of a code object, if it can."""
     qualname = code.co_qualname.removesuffix(".__call__")
     for module, loaded in list(sys.modules.items()):
-        if module == "__main__" or "<locals>" in qualname:
-            continue
-        name = f"{module}.{qualname}"
         here = getattr(loaded, "__file__", None) == code.co_filename
-        if here and Function(name, required=False).resolve() is code:
+        name = f"{module}.{qualname}"
+        if here and module != "__main__" and _leads_to(name, code):
             return name
     return qualname.rpartition("<locals>.")[2]
 
 
-def _scopes(output: Measured) -> Iterator[Change]:
-    for depth in range(len(output.scope), 0, -1):
-        path = output.scope[:depth]
-        yield Change("scope", path, f"computes module {'/'.join(path)} in float32")
+def _leads_to(name: str, code: CodeType | None) -> bool:
+    return code is not None and Function(name, required=False).resolve() is code
 
 
 def _primitives(output: Measured, others: list[Measured]) -> Iterator[Change]:
@@ -224,22 +218,12 @@ def _primitives(output: Measured, others: list[Measured]) -> Iterator[Change]:
         yield Change("primitive", name, reason)
 
 
-def _regions(output: Measured) -> list[Change]:
-    if output.location is None:
-        return []
-    return [
-        Change(
-            "region", output.location, f"computes {_short(output.location)} in float32"
-        )
-    ]
-
-
 def _short(location: Location) -> str:
     return f"{Path(location.file).name}:{location.line}"
 
 
 def cure(
-    subject: Subject, before: Examination, examine: Examine, own_policy: bool
+    subject: Subject, before: Examination, examine: Examine
 ) -> tuple[list[Fault], tuple[Suggestion, ...]]:
     """The faults to tell of, and what cures them."""
     faults = before.faults
@@ -247,7 +231,7 @@ def cure(
         return faults, ()
     changes = _find(subject, before, examine)
     if changes:
-        return _causes(faults, changes), tuple(_suggest(changes, before, own_policy))
+        return _causes(faults, changes), tuple(_suggest(changes, before))
     location = faults[0].measured.location if faults[0].measured else None
     reason = (
         "no rule cures this: the program itself computes there in 16 bits, or on values"
@@ -293,14 +277,20 @@ def _attempts(before: Examination, examine: Examine) -> Iterator[list[Change]]:
     examination = before
     for _ in range(ROUNDS):
         # What all faults have in common comes once.
-        every = (changes_for(f.measured, examination) for f in examination.faults)
+        every = (changes_for(m, examination) for m in examination.at_fault)
         candidates = list(dict.fromkeys(chain.from_iterable(every)))
         yield from ([*chosen, change] for change in candidates)
-        step = _step(examination, candidates, examine)
-        if step is None:
+        # Compiled as a whole, a program rounds otherwise: it may have no fault by now.
+        for first, change in product(examination.at_fault[:1], candidates):
+            if not change.covers(first):
+                continue
+            after = examine(change.apply(examination.settings))
+            left = [(m.location, m.scaled) for m in after.at_fault]
+            if (first.location, first.scaled) not in left:
+                chosen, examination = [*chosen, change], after
+                break
+        else:
             break
-        change, examination = step
-        chosen = [*chosen, change]
     for change in _further(examination):
         chosen = [*chosen, change]
         yield chosen
@@ -319,57 +309,37 @@ def _further(examination: Examination) -> list[Change]:
     return list(found)
 
 
-def _step(
-    examination: Examination, candidates: Sequence[Change], examine: Examine
-) -> tuple[Change, Examination] | None:
-    """The first change after which the first fault is gone, and others are left."""
-    # Compiled as a whole, a program rounds otherwise: it may have no fault by now.
-    first = examination.faults[0].measured if examination.faults else None
-    if first is None:
-        return None
-    for change in candidates:
-        if not change.covers(first):
-            continue
-        after = examine(change.apply(examination.settings))
-        left = [fault.measured for fault in after.faults if fault.measured]
-        if (first.location, first.scaled) not in [(m.location, m.scaled) for m in left]:
-            return change, after
-    return None
-
-
 def _applied(settings: Settings, changes: Iterable[Change]) -> Settings:
     return reduce(lambda found, change: change.apply(found), changes, settings)
 
 
 def _suggest(
-    changes: Sequence[Change], examination: Examination, own_policy: bool
+    changes: Sequence[Change], examination: Examination
 ) -> Iterator[Suggestion]:
-    settings = examination.settings
+    before = examination.settings.options
     rules = [c for c in changes if c.kind in ("function", "scope", "primitive")]
     if rules:
-        kind = settings.options.device_type
-        base = "policy" if own_policy else f'jamp.Policy.load("{kind}")'
+        after = _applied(examination.settings, rules).options
+        kind = before.device_type
+        base = "policy" if _own_policy(before) else f'jamp.Policy.load("{kind}")'
         every = "".join(_for_all(change, examination) for change in rules)
-        code = f"policy = {base}{_with_rules(rules)}{every}"
-        code += f"\n{_call(settings.options, True)}"
+        code = f"policy = {base}{_with_rules(rules)}{every}\n{_call(after)}"
         reason = "; ".join(change.reason for change in rules)
-        policy = _applied(settings, rules).options.policy
-        yield Suggestion(code, reason, True, {"policy": policy})
+        yield Suggestion(code, reason, True, {"policy": after.policy})
     for change in changes:
         match change.kind:
             case "loss_scale":
-                scale = change.value
-                code = f"scaler = jamp.GradScaler(init_scale={scale})"
-                yield Suggestion(code, change.reason, True, loss_scale=scale)
+                code = f"scaler = jamp.GradScaler(init_scale={change.value})"
+                yield Suggestion(code, change.reason, True, loss_scale=change.value)
             case "region":
                 line = _short(change.value)
                 code = f"with jamp.autocast(enabled=False):  # around {line}"
                 if not any(m.matmul for m in examination.measured if change.covers(m)):
-                    # A cast holds until the next product, and does the same up to there.
+                    # Up to the next product, a cast does the same.
                     code = f".astype(jnp.float32)  # of what {line} takes"
                 yield Suggestion(code, change.reason, True)
             case "dtype":
-                code = _call(change.apply(settings).options, own_policy)
+                code = _call(change.apply(examination.settings).options)
                 yield Suggestion(code, change.reason, True, {"dtype": change.value})
 
 
@@ -400,18 +370,21 @@ def _for_all(change: Change, examination: Examination) -> str:
     return f"\n# or for all {len(alike)} alike: {rules}"
 
 
-def _call(options: Options, own_policy: bool) -> str:
+def _own_policy(options: Options) -> bool:
+    return options.policy != Policy.load(options.device_type)
+
+
+def _call(options: Options) -> str:
     own_dtype = options.dtype != options.policy.dtype
     dtype = f", dtype=jnp.{options.dtype.name}" if own_dtype else ""
-    policy = ", policy=policy" if own_policy else ""
+    policy = ", policy=policy" if _own_policy(options) else ""
     return f'jamp.autocast(fn, device_type="{options.device_type}"{dtype}{policy})'
 
 
 def _entry(value: Any) -> str:
     if not isinstance(value, Function):
         return f'"{value}"'
-    found = Function(value.name, required=False).resolve()
-    if found is not None and found is value.resolve():
+    if _leads_to(value.name, value.resolve()):
         return f'"{value.name}"'
     # No dotted name leads to the function, so the suggestion names the object.
     return value.name.rpartition("<locals>.")[2]

@@ -27,7 +27,6 @@ from jamp._diagnose.diagnosis import (
 )
 from jamp._diagnose.judge import Examination, Fault, kind_of, made_by
 from jamp._diagnose.measure import Measured
-
 from jamp._diagnose.program import Settings, Subject
 from jamp._diagnose.walk import Steps
 from jamp._dtypes import narrow
@@ -96,7 +95,7 @@ def diagnose(
         # Values that are not finite are expected here.
         with jax.debug_nans(False), jax.debug_infs(False), np.errstate(all="ignore"):
             first = run(Settings(named.options(), scale))
-            faults, suggestions = cure(subject, first, run, named.policy is not None)
+            faults, suggestions = cure(subject, first, run)
             return _diagnosis(subject, first, faults, suggestions)
 
     return diagnosed
@@ -129,19 +128,20 @@ def _shown(progress: bool | None, total: int) -> Iterator[Callable[[], object]]:
         from rich.console import Console
         from rich.progress import Progress
     except ImportError:
-        yield partial(_tell, itertools.count(1), total)
+        numbers = itertools.count(1)
+
+        def tell() -> None:
+            done = next(numbers)
+            if done % _EVERY == 0 or done == total:
+                sys.stderr.write(f"\rdiagnosing: {done} of {total} operations")
+                sys.stderr.flush()
+
+        yield tell
         sys.stderr.write("\n")
         return
     console = Console(stderr=True)
     with Progress(console=console, transient=console.is_terminal) as bar:
         yield partial(bar.advance, bar.add_task("diagnosing", total=total))
-
-
-def _tell(numbers: Iterator[int], total: int) -> None:
-    done = next(numbers)
-    if done % _EVERY == 0 or done == total:
-        sys.stderr.write(f"\rdiagnosing: {done} of {total} operations")
-        sys.stderr.flush()
 
 
 def _diagnosis(
@@ -229,15 +229,12 @@ def _histograms(
 ) -> tuple[Histogram, ...]:
     counts: dict[tuple[str, bool], Any] = defaultdict(int)
     kinds: dict[tuple[str, bool], dict[str, None]] = defaultdict(dict)
-    at_fault = {id(fault.measured): fault.kind for fault in faults}
+    at_fault = {fault.measured: fault.kind for fault in faults}
     for m in measured:
         function = m.location.function if m.location else "unknown"
         key = "/".join(m.scope) or function, m.scaled
-        if id(m) in at_fault:
-            kinds[key][at_fault[id(m)]] = None
-        if narrow(m.dtype) or id(m) in at_fault:
+        if m in at_fault:
+            kinds[key][at_fault[m]] = None
+        if m in at_fault or narrow(m.dtype):
             counts[key] += m.statistics.exponents
-    return tuple(
-        Histogram(*key, np.asarray(found), tuple(kinds[key]))
-        for key, found in counts.items()
-    )
+    return tuple(Histogram(*key, counts[key], tuple(kinds[key])) for key in counts)

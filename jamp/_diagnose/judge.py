@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from jamp import _dtypes, _primitives
+from jamp import _dtypes
 from jamp._diagnose.measure import (
     LOWEST_EXPONENT,
     Measured,
@@ -25,10 +25,12 @@ from jamp._diagnose.measure import (
     path_to,
 )
 from jamp._diagnose.program import Program, Settings, Subject
-from jamp._diagnose.walk import EXACTLY, Steps, Walk, count_equations
+from jamp._diagnose.walk import EXACTLY, Steps, Walk
 from jamp._dtypes import narrow
 from jamp._equations import equations
 from jamp._plan.plain import is_explicit
+from jamp._primitives import CALLS, FUNCTIONS, MOVEMENT
+from jamp._tracing.regions import Scope
 
 # The error of independent roundings grows with the root of their number. An error of
 # more than this many times that is not explained by rounding.
@@ -163,7 +165,8 @@ def kind_of(measured: Measured, share: float = UNDERFLOWED) -> str:
     """The kind of fault; it underflowed if more than a share of it is too small."""
     found = measured.statistics
     # Only small numbers underflow; a difference may be zero for another reason.
-    small = found.smaller(int(jnp.finfo(measured.dtype).minexp))
+    lowest = int(jnp.finfo(measured.dtype).minexp)
+    small = found.exponents[: max(0, lowest - LOWEST_EXPONENT)].sum()
     return "underflow" if small > share * found.nonzero else "precision"
 
 
@@ -177,10 +180,9 @@ def find_faults(verdict: Verdict) -> list[Fault]:
         began = [m for m in wild if m.statistics.wild_began]
         faults.append(Fault("float32", began[0] if began else None))
     overflowed = one_per_line(m for m in path if m.statistics.began)
-    if overflowed:
-        found = map(_overflow, overflowed)
-    else:
-        found = (Fault(kind_of(m), m) for m in map(_beginning, _suspects(path)))
+    found = list(map(_overflow, overflowed))
+    if not overflowed:
+        found = [Fault(kind_of(m), m) for m in map(_beginning, _suspects(path))]
     return [*faults, *one_per_line(found, attrgetter("measured.line"))]
 
 
@@ -197,7 +199,7 @@ def made_by(rounding: Measured) -> Measured:
     if not rounding.cast or is_explicit(rounding.eqns[0]):
         return rounding
     found = rounding
-    while found is rounding or found.primitive in _primitives.MOVEMENT:
+    while found is rounding or found.primitive in MOVEMENT:
         if len(found.producers) != 1:
             return rounding
         (found,) = found.producers
@@ -230,7 +232,7 @@ def _passes_on(measured: Measured) -> bool:
     if not narrow(measured.dtype) or not found.introduced:
         return True
     return (
-        measured.primitive in _primitives.FUNCTIONS
+        measured.primitive in FUNCTIONS
         and kind_of(measured) == "precision"
         and found.error > ROUNDINGS * float(jnp.finfo(measured.dtype).eps)
     )
@@ -278,6 +280,10 @@ class Examination:
     outcomes: list[Outcome]  # its results
     faults: list[Fault]  # the operations at fault
 
+    @property
+    def at_fault(self) -> list[Measured]:
+        return [fault.measured for fault in self.faults if fault.measured]
+
 
 def examine(
     subject: Subject,
@@ -291,12 +297,15 @@ def examine(
     if settings.loss_scale is not None:
         values[-1] = values[-1]._replace(scaled=True)
     found: dict[Any, Measured] = {}
-    with progress(count_equations(program.closed)) as advance:
-        results = Walk(steps, advance, found).run(program.closed, values)
+    inlined = equations(program.closed, lambda eqn: eqn.primitive.name in CALLS)
+    with progress(sum(eqn.primitive.name not in CALLS for eqn in inlined)) as advance:
+        results = Walk(steps, advance, found, Scope()).run(program.closed, values)
     measured, first = list(found.values()), len(results) - program.gradients
     outcomes = [
         Outcome(label, index >= first, index, result.pair, result.producers)
-        for index, (label, result) in enumerate(zip(program.labels, results))
+        for index, (label, result) in enumerate(
+            zip(program.labels, results, strict=True)
+        )
         if result.statistics is not None
     ]
     if settings.loss_scale is not None:

@@ -64,10 +64,6 @@ class Statistics(NamedTuple):
     def underflow(self) -> tuple[float, float]:
         return self.flushed / self.nonzero, self.subnormal / self.nonzero
 
-    def smaller(self, exponent: int) -> int:
-        """How many elements have a smaller exponent in float32."""
-        return int(self.exponents[: max(0, exponent - LOWEST_EXPONENT)].sum())
-
     def after(self, operands: Sequence[Self], iteration: int | None) -> Self:
         """Those of a result, given those of what it was computed from."""
         inherited = max((operand.error for operand in operands), default=0.0)
@@ -89,15 +85,11 @@ class Statistics(NamedTuple):
         return type(self)(*(_MERGED.get(n, operator.add)(a, b) for n, a, b in pairs))
 
 
-def _earlier(a: int | None, b: int | None) -> int | None:
-    return min((i for i in (a, b) if i is not None), default=None)
-
-
 # How statistics of two iterations become one, where they are not added.
 _MERGED: dict[str, Any] = {
     **dict.fromkeys(("error", "lost", "largest", "introduced_once"), max),
     "least_error": min,
-    "first": _earlier,
+    "first": lambda a, b: min({a, b} - {None}, default=None),
 }
 
 

@@ -1,28 +1,25 @@
 """The program that is diagnosed: a function under autocast, perhaps its gradient."""
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Self
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import JaxprEqn
 from jax.extend.source_info_util import current_name_stack
 from jax.ref import AbstractRef
 
 from jamp._emit import emit
-from jamp._equations import equations
+from jamp._equations import equations, replaced
 from jamp._errors import AutocastError, AutocastTypeError
 from jamp._plan.planner import make_plan
 from jamp._tracing import nnx_modules, origin, regions, trace
 from jamp._tracing.checks import is_array
 
-Line = tuple[str, int]
 # The keys that lead to a leaf, the first one `args` or `kwargs`.
 Path = tuple[Any, ...]
-# The parts of what a program returns; the first one is the loss, if there is a gradient.
+# The parts of what a program returns; with a gradient, the first one is the loss.
 _RESULT, _AUX, _STATE, _GRADIENT = range(4)
 
 
@@ -30,7 +27,8 @@ _RESULT, _AUX, _STATE, _GRADIENT = range(4)
 class Settings:
     options: regions.Options  # those of the autocast
     loss_scale: float | None = None  # the factor of the loss; None computes no gradient
-    regions: frozenset[Line] = frozenset()  # the user's, with `enabled=False`
+    # Whose lines stand in a region with `enabled=False`.
+    regions: frozenset[origin.Location] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -164,19 +162,14 @@ def _find_paths(
     args: Any, kwargs: Any, call: nnx_modules.Prepared
 ) -> tuple[list[Path], Mapping[int, Path] | None]:
     """The user's path of each leaf of a prepared call, and that of each module."""
-    nnx = sys.modules.get("flax.nnx")
-    is_module = nnx and partial(nnx_modules.is_node, nnx)
-    roots = {"args": args, "kwargs": kwargs}
-    given = jax.tree.leaves_with_path(roots, is_leaf=is_module)
-    paths = [path for path, _ in given]
-    if call.args is args:
-        return paths, None
-    _, state, held = call.args
+    packed = call.args is not args
+    _, state, held = call.args if packed else (None, (), (args, kwargs))
+    given = jax.tree.leaves_with_path({"args": held[0], "kwargs": held[1]})
     # A module's number stands in its place.
-    slots = zip(given, held, strict=True)
-    modules = {slot.index: path for (path, leaf), slot in slots if slot is not leaf}
+    slots = ((path, leaf) for path, leaf in given if isinstance(leaf, nnx_modules.Slot))
+    modules = {int(leaf): path for path, leaf in slots}
     inside = [_in_module(path, modules) for path, _ in jax.tree.leaves_with_path(state)]
-    return [*inside, *paths], modules
+    return [*inside, *(path for path, _ in given)], modules if packed else None
 
 
 def _in_module(path: Path, modules: Mapping[int, Path]) -> Path:
@@ -227,25 +220,17 @@ def _in_regions(program: Any, settings: Settings) -> Any:
     """A traced program in which some lines stand in a disabled region."""
     if not settings.regions:
         return program
-    with regions.region(replace(settings.options, enabled=False)):
+    lines = {(region.file, region.line) for region in settings.regions}
+    options = settings.options
+    with regions.tracing(options), regions.region(replace(options, enabled=False)):
         mark = current_name_stack()
 
-    def marked(value: Any) -> Any:
-        # Since JAX 0.12 a closed jaxpr is a jaxpr.
-        if isinstance(value, ClosedJaxpr) and value.jaxpr is not value:
-            return value.replace(jaxpr=marked(value.jaxpr))
-        if isinstance(value, Jaxpr):
-            return value.replace(eqns=list(map(marked_equation, value.eqns)))
-        held = value if isinstance(value, (tuple, list)) else ()
-        if any(isinstance(inner, (ClosedJaxpr, Jaxpr)) for inner in held):
-            return type(value)(map(marked, value))
-        return value
+    def on_line(eqn: JaxprEqn) -> bool:
+        location = origin.location(eqn)
+        return location is not None and (location.file, location.line) in lines
 
-    def marked_equation(eqn: Any) -> Any:
-        location, info = origin.location(eqn), eqn.source_info
-        if location is not None and (location.file, location.line) in settings.regions:
-            info = info.replace(name_stack=info.name_stack + mark)
-        params = {name: marked(value) for name, value in eqn.params.items()}
-        return eqn.replace(source_info=info, params=params)
+    def marked(eqn: JaxprEqn) -> JaxprEqn:
+        info = eqn.source_info
+        return eqn.replace(source_info=info.replace(name_stack=info.name_stack + mark))
 
-    return marked(program)
+    return replaced(program, on_line, marked, {})

@@ -44,7 +44,7 @@ class Walk:
     steps: Steps  # compiled equations, which several walks may share
     advance: Callable[[], object]  # called after each equation
     measured: dict[Hashable, Measured]  # what is measured, in the program's order
-    scope: Scope = Scope()  # the named scopes around the program
+    scope: Scope  # the named scopes around the program
     callers: tuple[JaxprEqn, ...] = ()  # the equations that hold it, innermost first
     iteration: int | None = None  # that of the loop around the program, if there is one
 
@@ -91,19 +91,13 @@ class Walk:
         scaled = any(operand.scaled for operand in operands)
         producers = _producers(operands)
         before = [x.statistics for x in operands if x.statistics is not None]
-        eqns, values = (eqn, *self.callers), []
+        eqns, scope, values = (eqn, *self.callers), self._scope_of(eqn), []
         for var, pair in zip(eqn.outvars, pairs, strict=True):
             value = tracked(pair, scaled, producers)
             if value.statistics is not None:
-                found = Measured(
-                    len(self.measured),
-                    eqns,
-                    _dtypes.dtype_of(var),
-                    self._scope_of(eqn),
-                    scaled,
-                    producers,
-                    value.statistics.after(before, self.iteration),
-                )
+                place = len(self.measured), eqns, _dtypes.dtype_of(var), scope
+                statistics = value.statistics.after(before, self.iteration)
+                found = Measured(*place, scaled, producers, statistics)
                 known = self.measured.setdefault((*eqns, var), found)
                 if known is not found:
                     known.merge(found)
@@ -125,12 +119,13 @@ class Walk:
         dtypes = tuple(map(_dtypes.dtype_of, (*eqn.invars, *eqn.outvars)))
         key: Hashable = (eqn.primitive, tuple(eqn.params.items()), eqn.ctx, dtypes)
         try:
-            known = key in self.steps
-        except TypeError:
-            key, known = eqn, False
-        if not known:
-            self.steps[key] = jax.jit(partial(run_pair, eqn), compiler_options=EXACTLY)
-        return self.steps[key](operands)
+            step = self.steps.get(key)
+        except TypeError:  # some parameters have no hash
+            key, step = eqn, self.steps.get(eqn)
+        if step is None:
+            step = jax.jit(partial(run_pair, eqn), compiler_options=EXACTLY)
+            self.steps[key] = step
+        return step(operands)
 
     def _cond(self, eqn: JaxprEqn, operands: Values) -> list[Tracked]:
         index, branches = int(operands[0].pair.computed), eqn.params["branches"]
@@ -154,8 +149,15 @@ class Walk:
             results = inner.run(eqn.params["jaxpr"], [*consts, *carry, *slices])
             carry = _carried(results[:count], operands[start:stop])
             rows[index] = results[count:]
-        columns = zip(*(rows[index] for index in sorted(rows)), strict=True)
-        ys = [_stacked(column) for column in columns]
+
+        def stack(*arrays: Any) -> Any:
+            # NumPy compiles nothing; it has no keys.
+            return (np if isinstance(arrays[0].dtype, np.dtype) else jnp).stack(arrays)
+
+        ys = []
+        for column in zip(*(rows[index] for index in sorted(rows)), strict=True):
+            pair = jax.tree.map(stack, *(value.pair for value in column))
+            ys.append(tracked(pair, any(value.scaled for value in column)))
         if not rows:
             # What is stacked then has no elements.
             arrays = _equations.bind(eqn, [x.pair.computed for x in operands])
@@ -210,32 +212,12 @@ def _going_on(holds: Any, new: Values, old: Values) -> list[Tracked]:
     ]
 
 
-def _stacked(values: Values) -> Tracked:
-    """What a scan returns of the results of its iterations."""
-
-    def stack(*arrays: Any) -> Any:
-        # NumPy compiles nothing; it has no keys.
-        return (np if isinstance(arrays[0].dtype, np.dtype) else jnp).stack(arrays)
-
-    pair = jax.tree.map(stack, *(value.pair for value in values))
-    return tracked(pair, any(value.scaled for value in values))
-
-
 def _carried(results: Values, first: Values) -> list[Tracked]:
     """What the next iteration takes: with its producers, no output leads to itself."""
     return [
         result._replace(producers=value.producers)
         for result, value in zip(results, first, strict=True)
     ]
-
-
-def count_equations(program: Any) -> int:
-    """How many equations a walk goes through, a loop counted as one."""
-
-    def is_call(eqn: JaxprEqn) -> bool:
-        return eqn.primitive.name in _primitives.CALLS
-
-    return sum(not is_call(eqn) for eqn in _equations.equations(program, is_call))
 
 
 def run_pair(eqn: JaxprEqn, operands: Sequence[Pair]) -> list[Pair]:

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes
 from jamp._compat import seeing_casts
-from jamp._equations import equations
+from jamp._equations import replaced
 from jamp._tracing import regions
 from jamp._tracing.origin import is_users
 
@@ -28,7 +28,7 @@ def make_jaxpr(fn: Callable[..., Any], options: regions.Options) -> Callable[...
     def traced(*args: Any) -> Any:
         with regions.tracing(options), seeing_casts(_marked):
             program = jax.make_jaxpr(fn)(*args)
-        return _with_casts(program, {})
+        return replaced(program, _is_mark, _as_cast, {})
 
     return traced
 
@@ -52,36 +52,8 @@ def _is_mark(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name == "reduce_precision" and eqn.params == _MARK
 
 
-def _with_casts(program: Any, known: dict[int, Any]) -> Any:
-    """A program with conversions for its marks; one for each that is known by its id.
-
-    So what several equations call stays one program.
-    """
-    if not any(map(_is_mark, equations(program))):
-        return program
-    if id(program) not in known:
-        if isinstance(program, Jaxpr):
-            changed = {"eqns": [_with_cast(eqn, known) for eqn in program.eqns]}
-        else:
-            changed = {"jaxpr": _with_casts(program.jaxpr, known)}
-        known[id(program)] = program.replace(**changed)
-    return known[id(program)]
-
-
-def _with_cast(eqn: JaxprEqn, known: dict[int, Any]) -> Any:
-    if _is_mark(eqn):
-        return eqn.replace(primitive=jax.lax.convert_element_type_p, params=_CONVERSION)
-
-    def converted(value: Any) -> Any:
-        # Programs among other things are static data of another library, which may hold
-        # them elsewhere too and compare them: Equinox does, as it calls what it has
-        # converted.
-        held = jax.tree.leaves(value) if isinstance(value, tuple) else [value]
-        if not held or not all(isinstance(x, Jaxpr | ClosedJaxpr) for x in held):
-            return value
-        return jax.tree.map(lambda program: _with_casts(program, known), value)
-
-    return eqn.replace(params={n: converted(value) for n, value in eqn.params.items()})
+def _as_cast(eqn: JaxprEqn) -> JaxprEqn:
+    return eqn.replace(primitive=jax.lax.convert_element_type_p, params=_CONVERSION)
 
 
 def is_kept_cast(eqn: JaxprEqn) -> bool:

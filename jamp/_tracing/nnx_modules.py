@@ -19,7 +19,7 @@ from jamp._tracing.checks import refuse_made
 from jamp._tracing.trace import pass_for
 
 
-class _Slot(int):
+class Slot(int):
     """Stands in the arguments for the module of this number."""
 
 
@@ -56,7 +56,7 @@ def prepare(fn: Callable[..., Any], args: Any, kwargs: Any) -> Prepared:
         if not is_node(nnx, leaf):
             return leaf
         modules.append(leaf)
-        return _Slot(len(modules) - 1)
+        return Slot(len(modules) - 1)
 
     held = jax.tree.map(slot, (args, kwargs), is_leaf=partial(is_node, nnx))
     if not modules:
@@ -70,7 +70,7 @@ def prepare(fn: Callable[..., Any], args: Any, kwargs: Any) -> Prepared:
         }
         copies = nnx.merge(structure, state)
         given = jax.tree.map(
-            lambda leaf: copies[leaf] if isinstance(leaf, _Slot) else leaf, held
+            lambda leaf: copies[leaf] if isinstance(leaf, Slot) else leaf, held
         )
         result = with_modules(copies)(*given[0], **given[1])
         refuse_made(result, jax.tree.leaves(given))
