@@ -37,7 +37,7 @@ def nested(
 def replaced(
     program: Any,
     wanted: Callable[[JaxprEqn], bool],
-    change: Callable[[JaxprEqn], JaxprEqn],
+    change: Callable[[JaxprEqn], Any],
     known: dict[int, Any],
 ) -> Any:
     """A program in which the equations that are wanted are changed, inner ones too.
@@ -57,7 +57,7 @@ def replaced(
             return value
         return jax.tree.map(lambda inner: replaced(inner, wanted, change, known), value)
 
-    def changed(eqn: JaxprEqn) -> JaxprEqn:
+    def changed(eqn: JaxprEqn) -> Any:
         eqn = change(eqn) if wanted(eqn) else eqn
         return eqn.replace(params={n: inside(value) for n, value in eqn.params.items()})
 

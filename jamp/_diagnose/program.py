@@ -229,7 +229,7 @@ def _in_regions(program: Any, settings: Settings) -> Any:
         location = origin.location(eqn)
         return location is not None and (location.file, location.line) in lines
 
-    def marked(eqn: JaxprEqn) -> JaxprEqn:
+    def marked(eqn: JaxprEqn) -> Any:
         info = eqn.source_info
         return eqn.replace(source_info=info.replace(name_stack=info.name_stack + mark))
 

@@ -52,7 +52,7 @@ def _is_mark(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name == "reduce_precision" and eqn.params == _MARK
 
 
-def _as_cast(eqn: JaxprEqn) -> JaxprEqn:
+def _as_cast(eqn: JaxprEqn) -> Any:
     return eqn.replace(primitive=jax.lax.convert_element_type_p, params=_CONVERSION)
 
 
