@@ -12,15 +12,9 @@ from types import CodeType
 from typing import Any
 
 from jamp._compat import frames
+from jamp._diagnose import judge
 from jamp._diagnose.diagnosis import Suggestion
-from jamp._diagnose.judge import (
-    Examination,
-    Fault,
-    behind,
-    kind_of,
-    run_again,
-    scale_window,
-)
+from jamp._diagnose.judge import Examination, Fault
 from jamp._diagnose.measure import Measured
 from jamp._diagnose.program import Settings, Subject
 from jamp._dtypes import BFLOAT16, FLOAT16, narrow
@@ -127,17 +121,16 @@ def _rules(output: Measured, examination: Examination, broad: bool) -> list[Chan
         return max(shares, default=0.0)
 
     paths = (output.scope[:depth] for depth in range(len(output.scope), 0, -1))
-    modules = (
-        Change("scope", path, f"computes module {'/'.join(path)} in float32")
-        for path in paths
-    )
-    local = [*_functions(output, examination.settings), *modules]
+    local = _functions(output, examination.settings)
+    for path in paths:
+        reason = f"computes module {'/'.join(path)} in float32"
+        local.append(Change("scope", path, reason))
     rules = [*sorted(local, key=share), *_primitives(output, narrowing)]
     return [rule for rule in rules if (share(rule) > BROAD) is broad]
 
 
 def _scales(output: Measured, examination: Examination) -> list[Change]:
-    window = scale_window(examination)
+    window = judge.scale_window(examination)
     if window is None or not output.scaled:
         return []
     low, high = window
@@ -150,18 +143,16 @@ def _scales(output: Measured, examination: Examination) -> list[Change]:
     return [Change("loss_scale", scale, reason)]
 
 
-def _functions(output: Measured, settings: Settings) -> Iterator[Change]:
+def _functions(output: Measured, settings: Settings) -> list[Change]:
     """Functions that the output was emitted in, innermost first, each as a rule."""
     listed = settings.options.policy.function_codes
     codes, outside = _codes(output)
-    for code in dict.fromkeys(codes):
-        if code in listed:
-            function = listed[code]
-        elif _is_nameable(code, outside):
-            function = Function(_dotted(code), code)
-        else:
-            continue
-        yield Change("function", function, f"computes {function.name} in float32")
+    functions = [
+        listed[code] if code in listed else Function(_dotted(code), code)
+        for code in dict.fromkeys(codes)
+        if code in listed or _is_nameable(code, outside)
+    ]
+    return [Change("function", f, f"computes {f.name} in float32") for f in functions]
 
 
 def _codes(output: Measured) -> tuple[list[CodeType], CodeType | None]:
@@ -249,10 +240,10 @@ def _causes(faults: list[Fault], changes: list[Change]) -> list[Fault]:
     causes = [fault for fault in faults if changed(fault.measured)]
     if causes:
         return causes
-    led = [m for fault in faults for m in behind(fault) if changed(m)]
+    led = [m for fault in faults for m in judge.behind(fault) if changed(m)]
     # The first fault is a finding too, unless it only made an error grow.
     seen = [fault for fault in faults[:1] if fault.kind != "precision"]
-    return [*seen, *(Fault(kind_of(m), m) for m in led[:1])] or faults
+    return [*seen, *(Fault(judge.kind_of(m), m) for m in led[:1])] or faults
 
 
 def _find(subject: Subject, before: Examination, examine: Examine) -> list[Change]:
@@ -260,7 +251,7 @@ def _find(subject: Subject, before: Examination, examine: Examine) -> list[Chang
 
     def cures(changes: Iterable[Change]) -> bool:
         settings = _applied(before.settings, changes)
-        return not run_again(subject, settings, before).spoiled
+        return not judge.run_again(subject, settings, before).spoiled
 
     for changes in filter(cures, _attempts(before, examine)):
         # The others may not need all of them.
@@ -300,7 +291,7 @@ def _attempts(before: Examination, examine: Examine) -> Iterator[list[Change]]:
 def _further(examination: Examination) -> list[Change]:
     """Changes for what led to the faults, the nearest first."""
     found: dict[Change, None] = {}
-    for measured in chain.from_iterable(map(behind, examination.faults)):
+    for measured in chain.from_iterable(map(judge.behind, examination.faults)):
         changes = changes_for(measured, examination)
         local = [c for c in changes if c.kind not in ("loss_scale", "primitive")]
         found.update(dict.fromkeys(local[:1]))

@@ -224,8 +224,7 @@ class Diagnosis:
             f"{high:g})"
         )
 
-    def __str__(self) -> str:
-        return self.text()
+    __str__ = text
 
     def to_dict(self) -> dict[str, Any]:
         """The diagnosis as numbers, strings, lists and dicts, as JSON takes them."""

@@ -355,7 +355,8 @@ def run_again(subject: Subject, settings: Settings, before: Examination) -> Verd
     factor = (settings.loss_scale or 1.0) / (before.settings.loss_scale or 1.0)
     outcomes = []
     for old in before.outcomes:
-        shadow = old.pair.shadow * np.float32(factor if old.gradient else 1.0)
+        scale = np.float32(factor if old.gradient else 1.0)
+        shadow = np.asarray(old.pair.shadow) * scale
         outcomes.append(old.beside(results[old.index], shadow))
     return judge(outcomes, settings.options.dtype, before.measured)
 
