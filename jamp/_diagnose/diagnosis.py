@@ -267,6 +267,8 @@ class Diagnosis:
         heights = {"height_ratios": [rows + 0.8, 0.6]}
         grid: Any = figure.subplots(2, len(sides), squeeze=False, gridspec_kw=heights)
         at_fault = any(histogram.findings for histogram in self.histograms)
+        for axes in grid.flat:
+            axes.spines[["top", "right", "left"]].set_visible(False)
         for (axes, below), side in zip(grid.T, sides, strict=True):
             _draw_histograms(
                 axes, side, self.dtype, _HARMLESS if at_fault else _OUTSIDE
@@ -323,7 +325,6 @@ def _draw_histograms(
             label.set(color=_OUTSIDE, fontweight="bold")
     axes.set_ylim(len(names) - 0.4, -1.1)
     axes.tick_params(axis="y", length=0)
-    axes.spines[["top", "right", "left"]].set_visible(False)
     gradient = bool(histograms) and histograms[0].gradient
     kind = "scaled gradients" if gradient else "weights and activations"
     axes.set_title(f"{kind} in {dtype}", fontsize=10, loc="left")
@@ -372,7 +373,6 @@ def _label(histogram: Histogram) -> str:
 
 def _draw_window(axes: Any, scale: float, window: tuple[float, float]) -> None:
     axes.set_yticks([])
-    axes.spines[["top", "right", "left"]].set_visible(False)
     axes.set_xlabel("loss scale, power of 2", fontsize=9)
     low, high = np.log2(window)
     here = np.log2(scale)

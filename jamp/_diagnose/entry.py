@@ -1,6 +1,5 @@
 """`jamp.diagnose`: runs a program in float32 and under autocast, side by side."""
 
-import heapq
 import itertools
 import math
 import sys
@@ -221,7 +220,8 @@ def _underflows(measured: Sequence[Measured]) -> tuple[Underflow, ...]:
         and m.statistics.flushed + m.statistics.subnormal
         and kind_of(m, share=0.0) == "underflow"
     ]
-    return tuple(heapq.nlargest(_LISTED, found, key=lambda u: u.flushed + u.subnormal))
+    found.sort(key=lambda u: u.flushed + u.subnormal, reverse=True)
+    return tuple(found[:_LISTED])
 
 
 def _histograms(

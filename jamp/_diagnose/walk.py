@@ -224,9 +224,7 @@ def run_pair(eqn: JaxprEqn, operands: Sequence[Pair]) -> list[Pair]:
     """Runs an equation without inner programs, or one that cannot be looked into."""
     computed = _equations.bind(eqn, [operand.computed for operand in operands])
     shadowed = [has_shadow(var.aval) for var in eqn.outvars]
-    if not any(shadowed):
-        shadows = computed
-    elif eqn.effects:
+    if eqn.effects or not any(shadowed):
         # An equation with effects may run only once.
         shadows = list(map(_dtypes.widened, computed))
     else:
