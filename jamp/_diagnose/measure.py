@@ -7,6 +7,7 @@ import math
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -180,7 +181,7 @@ class Measured:
     def cast(self) -> bool:
         return self.primitive == "convert_element_type"
 
-    @property
+    @cached_property
     def location(self) -> origin.Location | None:
         return next(filter(None, map(origin.location, self.eqns)), None)
 
