@@ -207,7 +207,7 @@ def _message(kind: str, measured: Measured, made: Measured) -> str:
     if kind == "underflow":
         zero, small = found.underflow
         return f"{what} makes {zero:.0%} of it zero and {small:.0%} subnormal"
-    explained = found.error <= judge.error_limit(dtype, 0)
+    explained = found.error <= judge.error_limit(dtype)
     grows = ", which later operations amplify" if explained else ""
     return f"{what} has a relative error of {found.error:.2g}{grows}"
 

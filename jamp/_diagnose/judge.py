@@ -120,10 +120,10 @@ class Fault(NamedTuple):
     measured: Measured | None  # None if an argument or a constant is not finite
 
 
-def error_limit(dtype: Any, roundings: int) -> float:
+def error_limit(dtype: Any, measured: Iterable[Measured] = ()) -> float:
     """The largest relative error that rounding explains."""
-    unit = float(jnp.finfo(dtype).eps)
-    return ROUNDINGS * unit * math.sqrt(max(roundings, FEWEST_ROUNDINGS))
+    roundings = max(sum(narrow(m.dtype) for m in measured), FEWEST_ROUNDINGS)
+    return ROUNDINGS * float(jnp.finfo(dtype).eps) * math.sqrt(roundings)
 
 
 def gradient_error(outcomes: Sequence[Outcome]) -> float:
@@ -134,10 +134,7 @@ def gradient_error(outcomes: Sequence[Outcome]) -> float:
     return math.sqrt(error / power) if power else 0.0
 
 
-def judge(
-    outcomes: Sequence[Outcome], dtype: Any, measured: Sequence[Measured]
-) -> Verdict:
-    limit = error_limit(dtype, sum(narrow(m.dtype) for m in measured))
+def judge(outcomes: Sequence[Outcome], limit: float) -> Verdict:
     gradients = [outcome for outcome in outcomes if outcome.gradient]
     largest = max((outcome.mean for outcome in gradients), default=0.0)
     gradient_wrong = gradient_error(outcomes) > max(limit, GRADIENT_ERROR)
@@ -300,21 +297,21 @@ def examine(
     inlined = equations(program.closed, lambda eqn: eqn.primitive.name in CALLS)
     with progress(sum(eqn.primitive.name not in CALLS for eqn in inlined)) as advance:
         results = Walk(steps, advance, found, Scope()).run(program.closed, values)
-    measured, first = list(found.values()), len(results) - program.gradients
+    measured, first = list(found.values()), len(results) - len(subject.differentiated)
+    labelled = zip(program.labels, results, strict=True)
     outcomes = [
         Outcome(label, index >= first, index, result.pair, result.producers)
-        for index, (label, result) in enumerate(
-            zip(program.labels, results, strict=True)
-        )
+        for index, (label, result) in enumerate(labelled)
         if result.statistics is not None
     ]
     if settings.loss_scale is not None:
         terms = max(map(_terms, outcomes[0].producers), default=0.0)
         outcomes[0] = replace(outcomes[0], terms=terms)
-    verdict = judge(outcomes, settings.options.dtype, measured)
+    limit = error_limit(settings.options.dtype, measured)
+    verdict = judge(outcomes, limit)
     if verdict.spoiled and not any(math.isinf(outcome.error) for outcome in outcomes):
         outcomes = _settled(subject, settings, outcomes)
-        verdict = judge(outcomes, settings.options.dtype, measured)
+        verdict = judge(outcomes, limit)
     return Examination(settings, measured, outcomes, find_faults(verdict))
 
 
@@ -358,7 +355,7 @@ def run_again(subject: Subject, settings: Settings, before: Examination) -> Verd
         scale = np.float32(factor if old.gradient else 1.0)
         shadow = np.asarray(old.pair.shadow) * scale
         outcomes.append(old.beside(results[old.index], shadow))
-    return judge(outcomes, settings.options.dtype, before.measured)
+    return judge(outcomes, error_limit(settings.options.dtype, before.measured))
 
 
 def _compiled(program: Program) -> Callable[..., Any]:

@@ -37,8 +37,7 @@ class Program:
 
     closed: Any  # the closed jaxpr
     arrays: list[Any]  # its arguments; the last one is the loss scale, if there is one
-    labels: list[str]  # names of its results
-    gradients: int  # how many of the results, the last ones, are gradients
+    labels: list[str]  # names of its results, of which the gradients are the last
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,7 @@ class Subject:
             arrays.append(np.float32(settings.loss_scale))
         closed, shapes = jax.make_jaxpr(run, return_shape=True)(*arrays)
         labels = [label_of(path) for path, _ in jax.tree.leaves_with_path(shapes)]
-        return Program(closed, arrays, labels, len(chosen))
+        return Program(closed, arrays, labels)
 
 
 def _only_arrays(tree: Any) -> Any:
