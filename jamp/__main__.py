@@ -253,7 +253,12 @@ def _load_function(target: str) -> Callable[..., Any]:
             f"{target!r} does not name a function: write module:function, as in "
             "train:loss_fn, or file.py:function"
         )
-    names = _load_file(module) if module.endswith(".py") else _import(module)
+    if module.endswith(".py"):
+        names = _load_file(module)
+    else:
+        sys.path.insert(0, "")
+        with _users_code(f"importing {module}"):
+            names = vars(importlib.import_module(module))
     if name not in names:
         raise TargetError(f"{module} has no {name!r}")
     found = names[name]
@@ -289,13 +294,6 @@ def _users_code(doing: str) -> Iterator[None]:
         raise TargetError(
             f"{doing} failed{where}: {type(error).__name__}: {error}"
         ) from error
-
-
-def _import(module: str) -> Mapping[str, Any]:
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    with _users_code(f"importing {module}"):
-        return vars(importlib.import_module(module))
 
 
 def _load_file(file: str) -> Mapping[str, Any]:

@@ -105,6 +105,11 @@ class Module(Counted):
         again = f", the same {len(self.names)} times" if len(self.names) > 1 else ""
         return spans(self.names) + again
 
+    @cached_property
+    def paths(self) -> set[tuple[str, ...]]:
+        """Of each of those that are alike, those around it included."""
+        return {op.path[: len(self.around)] for op in self.operations}
+
     @property
     def lineage(self) -> tuple[Module, ...]:
         """The modules that lead to it, and itself."""
@@ -190,14 +195,15 @@ class Row(Counted):
             return f"in loops, {often}:" if often else ""
         path = "/".join(spans(module.names) for module in alike)
         each = f", each {often}" if often else ""
-        return f"{path}, the same {len(_paths(alike))} times{each}:"
+        return f"{path}, the same {len(alike[-1].paths)} times{each}:"
 
     @property
     def only(self) -> str:
         """Which of the modules that are alike it stands in, if not in all."""
         alike = self.module.alike
         found = {op.path[: len(alike)] for op in self.operations}
-        few = min(found, _paths(alike) - found, key=len)
+        every = alike[-1].paths if alike else found
+        few = min(found, every - found, key=len)
         names = "/".join(
             spans(name for name in module.names if name in inside)
             for module, *inside in zip(alike, *few, strict=True)
@@ -248,11 +254,6 @@ class Row(Counted):
         """The user's line, and the one of a library that it led to."""
         lines = map(line_of, (self.first.location, self.first.library))
         return " > ".join(filter(None, lines))
-
-
-def _paths(alike: tuple[Module, ...]) -> set[tuple[str, ...]]:
-    """Of each of the modules that the last of these is, those around it included."""
-    return {op.path[: len(alike)] for module in alike[-1:] for op in module.operations}
 
 
 def spans(names: Iterable[str]) -> str:

@@ -51,41 +51,36 @@ def _attention(sentences: Iterable[str]) -> str:
 
 
 def _cards(report: Figures, flops: Mapping[str, int]) -> Iterator[str]:
-    yield _card(
-        "FLOPs in 16 bits",
-        f"{report.low_flop_share:.1%}",
-        f"{report.low_matmuls} of {runs(report.matmuls)} matmuls and "
-        f"convolutions, {amount(report.flops, 'FLOP')}",
-        _bar(flops),
-    )
     nbytes = report.result_bytes
-    yield _card(
-        "Results in 16 bits",
-        f"{report.low_byte_share:.1%}",
-        f"of the {size(sum(nbytes.values()))} that operations write",
-        _bar(nbytes),
-    )
     arrows = escape(conversions(report)).replace("-&gt;", "&rarr;").split(", ")
     listed = ", ".join(f"<span>{arrow}</span>" for arrow in arrows)
     casts = f"{listed}<br>read and write {size(report.cast_bytes)} unless fused"
-    note = casts if report.casts else "none needed"
-    yield _card("Casts inserted", str(report.casts), note)
+    cards = [
+        (
+            "FLOPs in 16 bits",
+            f"{report.low_flop_share:.1%}",
+            _bar(flops),
+            f"{report.low_matmuls} of {runs(report.matmuls)} matmuls and "
+            f"convolutions, {amount(report.flops, 'FLOP')}",
+        ),
+        (
+            "Results in 16 bits",
+            f"{report.low_byte_share:.1%}",
+            _bar(nbytes),
+            f"of the {size(sum(nbytes.values()))} that operations write",
+        ),
+        ("Casts inserted", report.casts, "", casts if report.casts else "none needed"),
+    ]
     if report.residuals is not None:
         kept, written = map(bytes_by_dtype, report.residuals)
-        before = sum(written.values())
-        yield _card(
-            "Kept for the backward pass",
-            size(sum(kept.values())),
-            f"{size(before)} by the function as written",
-            _bar(kept, before),
+        before, after = sum(written.values()), size(sum(kept.values()))
+        note = f"{size(before)} by the function as written"
+        cards.append(("Kept for the backward pass", after, _bar(kept, before), note))
+    for title, value, bar, note in cards:
+        yield (
+            f'<div class="card"><h2>{title}</h2><div class="big">{value}</div>'
+            f"{bar}<p>{note}</p></div>"
         )
-
-
-def _card(title: str, value: str, note: str, bar: str = "") -> str:
-    return (
-        f'<div class="card"><h2>{title}</h2><div class="big">{value}</div>'
-        f"{bar}<p>{note}</p></div>"
-    )
 
 
 def _bar(amounts: Mapping[str, float], whole: float = 0) -> str:
@@ -137,13 +132,17 @@ def _row(row: Row) -> str:
     code = f" <code>{escape(source)}</code>" if source else ""
     path = "/".join(" ".join(module.names) for module in row.module.lineage)
     why = "; ".join(filter(None, (row.first.why, row.only, row.often)))
+    operands, results = (
+        " ".join(f'<span class="chip {_colour(n)}">{escape(n)}</span>' for n in names)
+        for names in (row.operands, row.results)
+    )
     return (
         f'<div class="line row {_colour(dtype)}" data-dtype="{escape(dtype)}" '
         f'data-rule="{rule}" data-path="{escape(path)}" '
         f'style="--depth: {len(row.module.around) + 1}"><span class="title">'
         f'{escape(row.name)} <span class="why">{escape(why)}</span>'
         f"<small>{escape(row.location)}{code}</small></span>"
-        f"<span>{_chips(row.operands)} &rarr; {_chips(row.results)}</span>"
+        f"<span>{operands} &rarr; {results}</span>"
         f"{_figures(row)}</div>"
     )
 
@@ -162,12 +161,6 @@ def _figures(counted: Counted) -> str:
         if value
         else "<span></span>"
         for label, value in zip(FIGURES, figures(counted), strict=True)
-    )
-
-
-def _chips(dtypes: Iterable[str]) -> str:
-    return " ".join(
-        f'<span class="chip {_colour(name)}">{escape(name)}</span>' for name in dtypes
     )
 
 

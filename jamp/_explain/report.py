@@ -22,10 +22,6 @@ from jamp._tracing import nnx_modules, regions, trace
 from jamp._tracing.checks import check_function, is_array
 from jamp._tracing.regions import Options, Scope
 
-_FIGURES = (
-    "low_matmuls flops low_flop_share result_bytes low_byte_share casts cast_bytes"
-).split()
-
 
 @dataclass(frozen=True, repr=False)
 class Report(Figures):
@@ -188,7 +184,9 @@ def _options(options: Options) -> dict[str, Any]:
 
 def _figures(counted: Counted) -> dict[str, Any]:
     counts = {"equations": len(counted.operations), "matmuls": runs(counted.matmuls)}
-    return {**counts, **{name: getattr(counted, name) for name in _FIGURES}}
+    names = "low_matmuls flops low_flop_share result_bytes low_byte_share casts"
+    more = {name: getattr(counted, name) for name in (*names.split(), "cast_bytes")}
+    return counts | more
 
 
 def _module(module: Module) -> dict[str, Any]:
