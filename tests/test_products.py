@@ -21,7 +21,7 @@ from jaxprs import equations, matmul_dtypes, traced
 
 import jamp
 from jamp.__main__ import main
-from jamp._lowerings import patches, processor
+from jamp._lowerings import convolution, processor
 from jamp._lowerings.bilinear import product_params
 from jamp._lowerings.product import product_p
 
@@ -171,7 +171,7 @@ BY_PICTURE = ("3x3, many features", "strides", "channels first", "mixed orders")
 )
 @pytest.mark.usefixtures("amx")
 def test_convolutions_of_every_kind_and_their_derivatives(name, at_once, monkeypatch):
-    monkeypatch.setattr(patches, "_MOST_BYTES", at_once)
+    monkeypatch.setattr(convolution, "_MOST_BYTES", at_once)
     left, right, options = CONVOLUTIONS[name]
     spatial = len(left) - 2
     given = dict(window_strides=(1,) * spatial, padding=[(0, 0)] * spatial)

@@ -1,7 +1,7 @@
 """The loop over a plan's steps, and the actions that are one binding or conversion."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import jax
@@ -54,7 +54,7 @@ class Emitter:
             return env[value.number] if value.known is None else value.known
 
         for step in plan.steps:
-            with _source_of(step.source):
+            with _source_of(*step.source) if step.source else nullcontext():
                 for action in step.actions:
                     taken = [read(value) for value in action.operands]
                     kind = getattr(action, "kind", type(action))
@@ -70,27 +70,22 @@ class Emitter:
         `into`, if they are others than planned.
         """
         avals = tuple(map(jax.typeof, arrays))
-        key = (plan, avals, None if into is None else tuple(into))
+        dtypes = tuple(plan.dtypes if into is None else into)
+        key = plan, avals, dtypes
         if key not in self._programs:
-
-            def run(*arrays: Any) -> list[Any]:
-                results = self.run(plan, arrays)
-                return results if into is None else convert_all(results, into)
-
-            self._programs[key] = jax.make_jaxpr(run)(*avals)
+            self._programs[key] = jax.make_jaxpr(
+                lambda *arrays: convert_all(self.run(plan, arrays), dtypes)
+            )(*avals)
         return self._programs[key]
 
 
 @contextmanager
-def _source_of(nested: Sequence[JaxprEqn]) -> Iterator[None]:
+def _source_of(eqn: JaxprEqn, *inside: JaxprEqn) -> Iterator[None]:
     """Gives what is emitted the source, scopes and settings of nested equations."""
-    with ExitStack() as contexts:
-        for eqn in nested:
-            names = current_name_stack() + eqn.source_info.name_stack
-            source = user_context(eqn.source_info.traceback, name_stack=names)
-            contexts.enter_context(source)
-            contexts.enter_context(settings(eqn))
-        yield
+    names = current_name_stack() + eqn.source_info.name_stack
+    with user_context(eqn.source_info.traceback, name_stack=names), settings(eqn):
+        with _source_of(*inside) if inside else nullcontext():
+            yield
 
 
 def convert(array: Any, dtype: Any) -> Any:
@@ -128,5 +123,5 @@ def _emit_bind(emitter: Emitter, action: Bind, arrays: Arrays) -> Arrays:
     if action.dtypes is None:
         return bind(action.eqn, arrays)
     avals = _dtypes.all_in_dtypes(action.eqn.invars, action.dtypes)
-    primitive, params = lowering(action.eqn, avals, action.device_type, action.weights)
+    primitive, params = lowering(action.eqn, avals, action.weights)
     return bind_primitive(primitive, params, arrays)

@@ -7,16 +7,17 @@ differentiated at: so their gradients are products that give float32, with no ro
 in between, and what the backward pass keeps are the 16 bits.
 """
 
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import JaxprEqn, Primitive, Var
-from jax.interpreters import ad, batching, mlir, partial_eval
+from jax.extend.core import JaxprEqn, Literal, Primitive, Var
+from jax.interpreters import ad, batching, mlir, partial_eval, xla
 
-from jamp._dtypes import in_dtype
+from jamp._dtypes import FLOAT32, in_dtype
+from jamp._equations import bind
 
 # One that JAX is configured for is for float32.
 PRECISION = (lax.Precision.DEFAULT, lax.Precision.DEFAULT)
@@ -29,10 +30,8 @@ def product_params(
 ) -> dict[str, Any]:
     """The parameters of JAX's own product, and those of jamp's.
 
-    Args:
-      params: of the product of JAX's.
-      dtype: the dtype to multiply in, which the result has too.
-      weights: which operands are casts of the operands after the first two.
+    They are the dtype to multiply in, which the result has too, and which operands are
+    casts of the operands after the first two.
     """
     return {
         **params,
@@ -43,168 +42,189 @@ def product_params(
     }
 
 
-def of_jax(params: dict[str, Any]) -> dict[str, Any]:
-    """Parameters as JAX's own product has them."""
-    return {n: value for n, value in params.items() if n not in ("dtype", "weights")}
+def _of_jax(params: Mapping[str, Any], **others: Any) -> dict[str, Any]:
+    """Parameters as JAX's own product has them, some of them others."""
+    own = ("dtype", "weights")
+    return {**{n: value for n, value in params.items() if n not in own}, **others}
 
 
-def define(known: Primitive, on_cpu: Operation, *gradients: Operation) -> Primitive:
+def in_float32(avals: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(in_dtype(aval, FLOAT32) for aval in avals)
+
+
+def define(known: Primitive, on_cpu: Operation, gradient: Operation) -> Primitive:
     """A product like one of JAX's.
 
     It has the name of that, so that whoever reads a program by names reads a product.
 
     Args:
       known: the product of JAX's.
-      on_cpu: what it is on CPUs, of operands in the dtype to multiply in; `wide` is
-        the left one before it was brought to it, if that is at hand.
-      *gradients: for the left and the right operand its cotangent, in its dtype, from
-        that of the result, the operands and the parameters.
+      on_cpu: what it is on CPUs, of operands in the dtype to multiply in, the left one
+        before it was brought to it, if that is at hand, and the parameters.
+      gradient: the cotangent of the left (0) or right (1) operand, in its dtype, from
+        that number, the cotangent of the result, the operands and the parameters.
     """
     primitive = Primitive(known.name)
 
     def abstract_eval(lhs: Any, rhs: Any, *weights: Any, **params: Any) -> Any:
         low = [in_dtype(aval, params["dtype"]) for aval in (lhs, rhs)]
-        same = {**of_jax(params), "preferred_element_type": None}
+        same = _of_jax(params, preferred_element_type=None)
         result, _ = known.abstract_eval(*low, **same)
         return in_dtype(result, params["preferred_element_type"])
-
-    primitive.def_abstract_eval(abstract_eval)
-
-    @cache
-    def compiled(params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
-        return jax.jit(partial(primitive.bind, **dict(params)))
-
-    def evaluate(*operands: Any, **params: Any) -> Any:
-        # As primitives of JAX are, also where jax.disable_jit runs a function by parts.
-        with jax.disable_jit(False):
-            return compiled(tuple(sorted(params.items())))(*operands)
-
-    primitive.def_impl(evaluate)
 
     def run(lhs: Any, rhs: Any, *weights: Any, **params: Any) -> Any:
         low = [lax.convert_element_type(a, params["dtype"]) for a in (lhs, rhs)]
         wanted = params["preferred_element_type"]
         # cuDNN convolves 16-bit arrays into such alone.
         made = wanted if known is lax.dot_general_p else params["dtype"]
-        same = {
-            **of_jax(params),
-            "precision": PRECISION,
-            "preferred_element_type": made,
-        }
+        same = _of_jax(params, precision=PRECISION, preferred_element_type=made)
         result = known.bind(*low, **known.get_bind_params(same))
         return lax.convert_element_type(result, wanted)
 
     def run_on_cpu(lhs: Any, rhs: Any, *weights: Any, **params: Any) -> Any:
         low = [lax.convert_element_type(a, params["dtype"]) for a in (lhs, rhs)]
         given = dict(zip(params["weights"], weights, strict=True))
-        wide = given.get(0, lhs)
-        return on_cpu(*low, wide=wide, **of_jax(params))
+        return on_cpu(*low, given.get(0, lhs), params)
 
+    primitive.def_abstract_eval(abstract_eval)
+    primitive.def_impl(partial(xla.apply_primitive, primitive))
     for rule, platform in ((run, None), (run_on_cpu, "cpu")):
         lowered = mlir.lower_fun(rule, multiple_results=False)
         mlir.register_lowering(primitive, lowered, platform=platform)
-    _differentiate(primitive, *gradients)
-    _save_like(primitive, known)
+    ad.primitive_jvps[primitive] = partial(_jvp, primitive)
+    ad.primitive_transposes[primitive] = partial(_transpose, gradient)
+    batching.fancy_primitive_batchers[primitive] = partial(_batch, primitive, known)
+    saving = partial_eval.partial_eval_jaxpr_custom_rules
+    saving[primitive] = partial(_save_like, known)
     return primitive
 
 
-def _differentiate(
-    primitive: Primitive, lhs_gradient: Operation, rhs_gradient: Operation
-) -> None:
-    def jvp(
-        primals: Sequence[Any], tangents: Sequence[Any], **params: Any
-    ) -> tuple[Any, Any]:
-        result = primitive.bind(*primals, **params)
-        lhs, rhs, *_ = primals
-        perturbed = [*tangents[:2]]
-        for place, tangent in zip(params["weights"], tangents[2:], strict=True):
-            perturbed[place] = tangent
+def _jvp(
+    primitive: Primitive, primals: Sequence[Any], tangents: Sequence[Any], **params: Any
+) -> tuple[Any, Any]:
+    result = primitive.bind(*primals, **params)
+    lhs, rhs, *_ = primals
+    perturbed = [*tangents[:2]]
+    for place, tangent in zip(params["weights"], tangents[2:], strict=True):
+        perturbed[place] = tangent
+    params = {**params, "weights": ()}
+    tangent = ad.Zero(jax.typeof(result).to_tangent_aval())
+    for pair in ((perturbed[0], rhs), (lhs, perturbed[1])):
+        if not any(isinstance(factor, ad.Zero) for factor in pair):
+            tangent = ad.add_tangents(tangent, primitive.bind(*pair, **params))
+    return result, tangent
+
+
+def _transpose(
+    gradient: Operation, cotangent: Any, *operands: Any, **params: Any
+) -> list[Any]:
+    factors = list(operands[:2])
+    place = 0 if ad.is_undefined_primal(factors[0]) else 1
+    weights = params["weights"]
+    to = 2 + weights.index(place) if place in weights else place
+    factors[place] = operands[to]
+    gradients = [
+        ad.Zero(operand.aval) if ad.is_undefined_primal(operand) else None
+        for operand in operands
+    ]
+    if not isinstance(cotangent, ad.Zero):
         params = {**params, "weights": ()}
-        tangent = ad.Zero(jax.typeof(result).to_tangent_aval())
-        for place, given in enumerate(perturbed):
-            if not isinstance(given, ad.Zero):
-                pair = (lhs, given) if place else (given, rhs)
-                term = primitive.bind(*pair, **params)
-                tangent = ad.add_tangents(tangent, term)
-        return result, tangent
-
-    def transpose(cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
-        factors = list(operands[:2])
-        place = 0 if ad.is_undefined_primal(factors[0]) else 1
-        weights = params["weights"]
-        to = 2 + weights.index(place) if place in weights else place
-        factors[place] = operands[to]
-        gradients = [
-            ad.Zero(operand.aval) if ad.is_undefined_primal(operand) else None
-            for operand in operands
-        ]
-        if not isinstance(cotangent, ad.Zero):
-            rule = rhs_gradient if place else lhs_gradient
-            gradients[to] = rule(cotangent, *factors, **{**params, "weights": ()})
-        return gradients
-
-    ad.primitive_jvps[primitive] = jvp
-    ad.primitive_transposes[primitive] = transpose
+        gradients[to] = gradient(place, cotangent, *factors, **params)
+    return gradients
 
 
-def batched(primitive: Primitive) -> Callable[[Operation], None]:
-    """Registers the rule for stacks of operands, at least one of the two being one.
+def _batch(
+    primitive: Primitive,
+    known: Primitive,
+    axis_data: Any,
+    operands: Sequence[Any],
+    axes: Sequence[Any],
+    **params: Any,
+) -> tuple[Any, Any]:
+    """One product for a stack of them, as JAX's own rule has it."""
+    arrays, places = list(operands), list(axes)
+    for pair in enumerate(params["weights"], start=2):
+        # An operand and its weight are stacks along one axis, or neither is one.
+        if len({places[at] for at in pair}) > 1:
+            for at in pair:
+                arrays[at] = batching.bdim_at_front(
+                    arrays[at], places[at], axis_data.size
+                )
+                places[at] = 0
+    if places[0] is places[1] is None:
+        return primitive.bind(*arrays, **params), None
+    stacked: list[Any] = []
 
-    The rule takes JAX's description of the axis, operands, the axes of the first two
-    and parameters; it returns the stack of results and its axis.
+    def batched(*pair: Any) -> Any:
+        rule = batching.fancy_primitive_batchers[known]
+        same = _of_jax(params, preferred_element_type=None)
+        result, axis = rule(axis_data, pair, places[:2], **same)
+        stacked.append(axis)
+        return result
+
+    program = jax.make_jaxpr(batched)(*in_float32(map(jax.typeof, arrays[:2])))
+    return run_as(primitive, known, program, arrays, params), stacked[0]
+
+
+def run_as(
+    primitive: Primitive,
+    known: Primitive,
+    program: Any,
+    operands: Sequence[Any],
+    params: dict[str, Any],
+) -> Any:
+    """Runs a program of JAX's with its one product of JAX's as one of jamp's.
+
+    What it does to operands it does to their weights too.
     """
+    jaxpr, low = program.jaxpr, list(operands[:2])
+    primitives = [eqn.primitive for eqn in jaxpr.eqns]
+    if known not in primitives:
+        # It is empty.
+        shape = program.out_avals[0].shape
+        return jax.numpy.zeros(shape, params["preferred_element_type"])
+    at = primitives.index(known)
+    eqn = jaxpr.eqns[at]
 
-    def register(rule: Operation) -> None:
-        def batch(
-            axis_data: Any, operands: Sequence[Any], axes: Sequence[Any], **params: Any
-        ) -> tuple[Any, Any]:
-            arrays, places = list(operands), list(axes)
-            for extra, place in enumerate(params["weights"], start=2):
-                pair = _alike(axis_data.size, arrays, places, (place, extra))
-                (arrays[place], arrays[extra]), places[place] = pair
-            if places[0] is places[1] is None:
-                return primitive.bind(*arrays, **params), None
-            result: tuple[Any, Any] = rule(axis_data, arrays, places[:2], params)
-            return result
+    def prepared(arrays: Sequence[Any]) -> dict[Any, Any]:
+        return _evaluated(jaxpr.eqns[:at], dict(zip(jaxpr.invars, arrays, strict=True)))
 
-        batching.fancy_primitive_batchers[primitive] = batch
-
-    return register
-
-
-def _alike(
-    size: int, arrays: Sequence[Any], axes: Sequence[Any], places: tuple[int, int]
-) -> tuple[tuple[Any, Any], Any]:
-    """An operand and its weight, both stacks along one axis or neither."""
-    low, wide = (arrays[place] for place in places)
-    axis, other = (axes[place] for place in places)
-    if axis is None and other is None:
-        return (low, wide), None
-    if axis is None:
-        low, axis = batching.broadcast(low, size, 0, None), 0
-    if other is None:
-        wide, other = batching.broadcast(wide, size, 0, None), 0
-    return (low, jax.numpy.moveaxis(wide, other, axis)), axis
+    env = prepared(low)
+    taken = [env[var] for var in eqn.invars]
+    for place, wide in zip(params["weights"], operands[2:], strict=True):
+        wides = [wide if here == place else array for here, array in enumerate(low)]
+        taken.append(prepared(wides)[eqn.invars[place]])
+    own = product_params(eqn.params, params["dtype"], params["weights"])
+    own["preferred_element_type"] = params["preferred_element_type"]
+    env[eqn.outvars[0]] = primitive.bind(*taken, **own)
+    return _evaluated(jaxpr.eqns[at + 1 :], env)[jaxpr.outvars[0]]
 
 
-def _save_like(primitive: Primitive, known: Primitive) -> None:
+def _evaluated(eqns: Sequence[Any], env: dict[Any, Any]) -> dict[Any, Any]:
+    for eqn in eqns:
+        taken = [a.val if isinstance(a, Literal) else env[a] for a in eqn.invars]
+        env.update(zip(eqn.outvars, bind(eqn, taken), strict=True))
+    return env
+
+
+def _save_like(
+    known: Primitive,
+    saveable: Any,
+    unknown: Sequence[bool],
+    present: Sequence[bool],
+    eqn: JaxprEqn,
+) -> tuple[Any, ...]:
     """Has policies of `jax.checkpoint` asked of a primitive that they know.
 
     Policies such as `dots_saveable` tell primitives by identity.
     """
-
-    def rule(
-        saveable: Any, unknown: Sequence[bool], present: Sequence[bool], eqn: JaxprEqn
-    ) -> tuple[Any, ...]:
-        pairs = zip(eqn.invars, present, strict=True)
-        needed = [v for v, there in pairs if isinstance(v, Var) and not there]
-        if any(unknown):
-            return None, eqn, [True], [True], needed
-        avals = [atom.aval for atom in eqn.invars[:2]]
-        answer = saveable(known, *avals, **of_jax(eqn.params))
-        # What a policy would move elsewhere is saved where it is.
-        if answer is True or type(answer).__name__ in ("Offloadable", "SaveableType"):
-            return eqn, None, [False], [False], []
-        return eqn, eqn, [False], [True], needed
-
-    partial_eval.partial_eval_jaxpr_custom_rules[primitive] = rule
+    pairs = zip(eqn.invars, present, strict=True)
+    needed = [v for v, there in pairs if isinstance(v, Var) and not there]
+    if any(unknown):
+        return None, eqn, [True], [True], needed
+    avals = [atom.aval for atom in eqn.invars[:2]]
+    answer = saveable(known, *avals, **_of_jax(eqn.params))
+    # What a policy would move elsewhere is saved where it is.
+    if answer is True or type(answer).__name__ in ("Offloadable", "SaveableType"):
+        return eqn, None, [False], [False], []
+    return eqn, eqn, [False], [True], needed

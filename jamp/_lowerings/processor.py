@@ -25,9 +25,7 @@ def bfloat16_instructions(cpu_info: str | None = None) -> frozenset[str] | None:
     if cpu_info is None:
         cpu_info = _CPU_INFO.read_text(encoding="utf-8") if _CPU_INFO.exists() else ""
     flags = re.search(r"^(?:flags|Features)\s*: (.*)$", cpu_info, re.MULTILINE)
-    return (
-        None if flags is None else frozenset(_MULTIPLIES.intersection(flags[1].split()))
-    )
+    return None if flags is None else frozenset(flags[1].split()) & _MULTIPLIES
 
 
 def multiplies_bfloat16() -> bool | None:
@@ -42,9 +40,9 @@ def has_fast_products() -> bool:
 
 
 def rounds_products() -> bool:
-    """Whether XLA writes products of bfloat16 in bfloat16 as fast as in float32.
+    """Whether XLA writes products of bfloat16 in it as fast as in float32.
 
-    Then that takes less memory. It does not where it was measured on AMX.
+    It does not where it was measured on AMX.
     """
     return jaxlib.version.__version_info__ >= (0, 11) and not has_amx()
 
@@ -59,18 +57,17 @@ def warn_if_slow(dtype: DType) -> None:
     if jax.default_backend() != "cpu":
         return
     if dtype == FLOAT16 and has_fast_products():
-        warnings.warn(
-            "this processor has no instructions for products of float16 in XLA: "
-            "autocast saves no time with it. bfloat16 is the dtype for CPUs",
-            JampWarning,
-            stacklevel=users_level(),
+        lacks = (
+            "products of float16 in XLA: autocast saves no time with it. bfloat16 is "
+            "the dtype for CPUs"
         )
-    if multiplies_bfloat16() is False:
+    elif multiplies_bfloat16() is False:
         what = "16-bit products" if dtype == FLOAT16 else "bfloat16"
-        warnings.warn(
-            f"this processor has no instructions for {what} (AVX512-BF16 or AMX): "
-            "autocast saves no time on it. jamp.autocast(fn, enabled=False) runs fn as "
-            "written",
-            JampWarning,
-            stacklevel=users_level(),
+        lacks = (
+            f"{what} (AVX512-BF16 or AMX): autocast saves no time on it. "
+            "jamp.autocast(fn, enabled=False) runs fn as written"
         )
+    else:
+        return
+    text = f"this processor has no instructions for {lacks}"
+    warnings.warn(text, JampWarning, stacklevel=users_level())

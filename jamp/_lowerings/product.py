@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from jamp._dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
-from jamp._lowerings.bilinear import PRECISION, batched, define
+from jamp._lowerings.bilinear import PRECISION, define
 from jamp._lowerings.processor import (
     has_fast_products,
     multiplies_bfloat16,
@@ -23,33 +23,22 @@ Dims = tuple[int, ...]
 DimensionNumbers = tuple[tuple[Dims, Dims], tuple[Dims, Dims]]
 
 
-def _product_on_cpu(
-    lhs: Any,
-    rhs: Any,
-    *,
-    wide: Any,
-    dimension_numbers: DimensionNumbers,
-    precision: Any,
-    preferred_element_type: Any,
-    out_sharding: Any,
-) -> Any:
-    del precision, wide
+def _product_on_cpu(lhs: Any, rhs: Any, wide: Any, params: dict[str, Any]) -> Any:
+    numbers, to = params["dimension_numbers"], params["preferred_element_type"]
     if lhs.dtype == BFLOAT16 and has_fast_products():
-        to = preferred_element_type
-        return multiply_on_cpu(lhs, rhs, dimension_numbers, to, out_sharding)
+        return multiply_on_cpu(lhs, rhs, numbers, to, params["out_sharding"])
     # Multiplied and summed in float32: the same product, without a loop that takes its
     # operands apart one by one. XLA has none of 16 bits that gives float32 elsewhere.
     slow = lhs.dtype == FLOAT16 or multiplies_bfloat16() is False
     # Of sharded operands XLA would send float32 copies.
-    in_float32 = preferred_element_type == FLOAT32
-    in_float32 = in_float32 or (slow and jax.device_count() == 1)
+    in_float32 = to == FLOAT32 or (slow and jax.device_count() == 1)
     return lax.dot_general(
         lhs,
         rhs,
-        dimension_numbers,
+        numbers,
         precision=lax.DotAlgorithmPreset.F32_F32_F32 if in_float32 else PRECISION,
-        preferred_element_type=preferred_element_type,
-        out_sharding=out_sharding,
+        preferred_element_type=to,
+        out_sharding=params["out_sharding"],
     )
 
 
@@ -65,13 +54,6 @@ def multiply_on_cpu(
     XLA takes them only where the contracted dimension of the left operand is its last.
     It transposes one that is not, instead of failing or going through a loop, if the
     operands have a dimension of size one more.
-
-    Args:
-      lhs: the left operand.
-      rhs: the right operand.
-      dimension_numbers: as `jax.lax.dot_general` has them.
-      to: the dtype of the result.
-      out_sharding: the result's, where types have one.
     """
     (left, right), batch = dimension_numbers
     if len(left) == 1 and left[0] < lhs.ndim - 1:
@@ -105,25 +87,19 @@ def _others(ndim: int, *dims: Sequence[int]) -> list[int]:
     return [d for d in range(ndim) if d not in taken]
 
 
-def _gradient(
-    wanted: Any,
-    other: Any,
-    cotangent: Any,
-    params: dict[str, Any],
-    dims: DimensionNumbers,
-    *,
-    wanted_first: bool,
-) -> Any:
+def _gradient(place: int, cotangent: Any, *factors: Any, **params: Any) -> Any:
     """The cotangent of one operand, in its dtype: a product with the other operand.
 
     The factors stand in the order in which the result needs no transpose, if there is
     one: XLA would swap them, into a layout without a fast path.
     """
-    (contracting, other_contracting), (batch, other_batch) = dims
-    aval = wanted.aval
+    wanted, other = factors[place], factors[1 - place]
+    aval, sides = wanted.aval, [*zip(*params["dimension_numbers"], strict=True)]
+    own, others = reversed(sides) if place else sides
+    (contracting, batch), (other_contracting, other_batch) = own, others
     kept = _others(aval.ndim, contracting, batch)
     other_kept = _others(other.ndim, other_contracting, other_batch)
-    start = len(batch) + (len(kept) if wanted_first else 0)
+    start = len(batch) + (0 if place else len(kept))
     in_cotangent = tuple(range(start, start + len(other_kept)))
     batched = tuple(range(len(batch)))
     contracted = [contracting[i] for i in np.argsort(other_contracting)]
@@ -135,15 +111,13 @@ def _gradient(
     else:
         numbers = (in_cotangent, tuple(other_kept)), (batched, tuple(other_batch))
         factors, order = (cotangent, other), cotangent_first
-    result = product_p.bind(
-        *factors,
-        dimension_numbers=numbers,
-        precision=None,
-        preferred_element_type=aval.dtype,
-        out_sharding=_sharding_in(aval, order),
-        dtype=params["dtype"],
-        weights=(),
-    )
+    params = {
+        **params,
+        "dimension_numbers": numbers,
+        "preferred_element_type": aval.dtype,
+        "out_sharding": _sharding_in(aval, order),
+    }
+    result = product_p.bind(*factors, **params)
     return lax.transpose(result, np.argsort(order))
 
 
@@ -157,51 +131,4 @@ def _sharding_in(aval: Any, order: Sequence[int]) -> Any:
     return sharding.update(spec=spec.update(tuple(partitions[d] for d in order)))
 
 
-def _lhs_gradient(cotangent: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
-    dims = params["dimension_numbers"]
-    return _gradient(lhs, rhs, cotangent, params, dims, wanted_first=True)
-
-
-def _rhs_gradient(cotangent: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
-    (left, right), (left_batch, right_batch) = params["dimension_numbers"]
-    dims = (right, left), (right_batch, left_batch)
-    return _gradient(rhs, lhs, cotangent, params, dims, wanted_first=False)
-
-
-product_p = define(lax.dot_general_p, _product_on_cpu, _lhs_gradient, _rhs_gradient)
-
-
-@batched(product_p)
-def _batch(
-    axis_data: Any, operands: Sequence[Any], axes: Sequence[Any], params: dict[str, Any]
-) -> tuple[Any, int]:
-    """One product for a stack of them."""
-    numbers = params["dimension_numbers"]
-    bumped = [
-        tuple(tuple(d + (axis is not None and d >= axis) for d in dims) for dims in own)
-        for axis, own in zip(axes, zip(*numbers, strict=True), strict=True)
-    ]
-    (left, left_batch), (right, right_batch) = bumped
-    if None not in axes:
-        left_batch, right_batch = (axes[0], *left_batch), (axes[1], *right_batch)
-        stacked = 0
-    else:
-        # It is a free dimension of the one operand that has it.
-        free = [
-            _others(array.ndim, *dims)
-            for array, dims in zip(operands, bumped, strict=False)
-        ]
-        in_left = axes[0] is not None
-        place = free[0].index(axes[0]) if in_left else free[1].index(axes[1])
-        stacked = len(left_batch) + (0 if in_left else len(free[0])) + place
-    params = {
-        **params,
-        "dimension_numbers": ((left, right), (left_batch, right_batch)),
-    }
-    sharding = params["out_sharding"]
-    if sharding is not None:
-        partitions = list(sharding.spec)
-        partitions.insert(stacked, axis_data.explicit_mesh_axis)
-        spec = sharding.spec.update(tuple(partitions))
-        params["out_sharding"] = sharding.update(spec=spec)
-    return product_p.bind(*operands, **params), stacked
+product_p = define(lax.dot_general_p, _product_on_cpu, _gradient)
