@@ -2,7 +2,7 @@
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any, Never, ParamSpec, TypedDict, TypeVar, Unpack, cast, overload
 
@@ -15,7 +15,6 @@ from jamp._compat import under_trace
 from jamp._emit import emit
 from jamp._errors import AutocastError, AutocastTypeError
 from jamp._lowerings.processor import warn_if_slow
-from jamp._lru import LRU
 from jamp._plan.planner import make_plan, warn_unmatched
 from jamp._policy.policy import Policy
 from jamp._tracing import nnx_modules, regions
@@ -41,7 +40,36 @@ class _AutocastOptions(TypedDict, total=False):
     output_dtype: Any
 
 
-def _run(call: nnx_modules.Prepared, options: Options, eager_programs: LRU) -> Any:
+class _Programs:
+    """Those of a function's eager calls that were used last, for several threads.
+
+    A copy of it, pickled or not, is empty.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[Hashable, Any] = {}
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Programs, ()
+
+    def get(self, key: Hashable) -> Any:
+        with self._lock:
+            entry = self._entries.pop(key, None)
+            if entry is not None:
+                self._entries[key] = entry
+            return entry
+
+    def put(self, key: Hashable, entry: Any) -> None:
+        with self._lock:
+            self._entries[key] = entry
+            if len(self._entries) > _PROGRAMS:
+                del self._entries[next(iter(self._entries))]
+
+
+def _run(
+    call: nnx_modules.Prepared, options: Options, eager_programs: _Programs
+) -> Any:
     """Runs a call under autocast; an eager one again as what it was rewritten to."""
     leaves, tree = jax.tree.flatten((call.args, call.kwargs))
     arrays = [leaf for leaf in leaves if is_array(leaf)]
@@ -97,7 +125,7 @@ class Autocast:
         check_function("autocast", fn)
         if isinstance(fn, Autocast):
             raise AutocastTypeError("autocast takes a function, got an autocast")
-        eager_programs = LRU(_PROGRAMS)
+        eager_programs = _Programs()
 
         # Not the attributes: a module is callable and full of them.
         @functools.wraps(fn, updated=())
@@ -253,9 +281,8 @@ def is_autocast_enabled(device_type: str | None = None) -> bool:
     options = regions.current()
     if options is None or not options.enabled:
         return False
-    return device_type is None or regions.device_kind(device_type) == (
-        options.device_type
-    )
+    kind = None if device_type is None else regions.device_kind(device_type)
+    return kind in (None, options.device_type)
 
 
 def get_autocast_dtype(device_type: str | None = None) -> _dtypes.DType:
@@ -266,11 +293,10 @@ def get_autocast_dtype(device_type: str | None = None) -> _dtypes.DType:
         backend that JAX uses.
     """
     options = regions.current()
-    if options is not None and (
-        device_type is None or regions.device_kind(device_type) == options.device_type
-    ):
-        return options.dtype
-    return Arguments(regions.device_kind(device_type)).options().dtype
+    kind = None if device_type is None else regions.device_kind(device_type)
+    if options is None or kind not in (None, options.device_type):
+        options = Arguments(kind).options()
+    return options.dtype
 
 
 def is_autocast_available(device_type: str) -> bool:

@@ -8,9 +8,8 @@ collect variables as a side effect are refused. flax is not imported for it.
 import sys
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -23,8 +22,7 @@ class Slot(int):
     """Stands in the arguments for the module of this number."""
 
 
-@dataclass(frozen=True)
-class Prepared:
+class Prepared(NamedTuple):
     """A call whose arguments hold arrays where modules were."""
 
     fn: Callable[..., Any]

@@ -20,11 +20,8 @@ from jamp._compat import scope_names
 from jamp._dtypes import DType
 from jamp._equations import equations
 from jamp._errors import AutocastError, AutocastTypeError, did_you_mean
-from jamp._lru import LRU
 from jamp._policy.policy import Policy
 from jamp._policy.rules import DEVICES
-
-_PREFIX = "jamp.autocast:"
 
 
 @dataclass(frozen=True)
@@ -86,14 +83,10 @@ class Arguments:
             policy, kind = outer.policy, outer.device_type
         else:
             kind = device_kind(self.device_type)
-        if policy is None:
-            policy = Policy.load(kind)
+            policy = policy or Policy.load(kind)
+        dtype = policy.dtype if self.dtype is None else _low_dtype(self.dtype)
         return Options(
-            policy=policy,
-            dtype=policy.dtype if self.dtype is None else _low_dtype(self.dtype),
-            device_type=kind,
-            enabled=bool(self.enabled),
-            cache_enabled=bool(self.cache_enabled),
+            policy, dtype, kind, bool(self.enabled), bool(self.cache_enabled)
         )
 
 
@@ -145,36 +138,38 @@ def current() -> Options | None:
     return tracing.value  # type: ignore[no-any-return]
 
 
+class _Mark(str):
+    """The name of the scope that a region is in a program, which holds its options."""
+
+    options: Options
+
+
+@lru_cache(maxsize=1024)
+def _mark(options: Options) -> _Mark:
+    digest = hashlib.sha256(repr(options).encode()).hexdigest()[:12]
+    kind = options.dtype.name if options.enabled else "disabled"
+    mark = _Mark(f"jamp.autocast:{kind}:{digest}")
+    mark.options = options
+    return mark
+
+
 @contextmanager
 def region(options: Options) -> Iterator[None]:
     """Marks what is traced inside as governed by these options, under autocast."""
     if current() is None:
         yield
         return
-    name = _name(options)
-    _registered.put(name, options)
-    with tracing(options), jax.named_scope(name):
+    with tracing(options), jax.named_scope(_mark(options)):
         yield
 
 
 def holds_region(program: Any) -> bool:
     """Whether part of a traced program stands in a region."""
     return any(
-        name.startswith(_PREFIX)
+        isinstance(name, _Mark)
         for eqn in equations(program)
         for name in scope_names(eqn.source_info.name_stack)
     )
-
-
-# Programs hold a region by its name alone, and may be traced long before they run.
-_registered = LRU(1024)
-
-
-@lru_cache(maxsize=1024)
-def _name(options: Options) -> str:
-    digest = hashlib.sha256(repr(options).encode()).hexdigest()[:12]
-    kind = options.dtype.name if options.enabled else "disabled"
-    return f"{_PREFIX}{kind}:{digest}"
 
 
 @dataclass(frozen=True)
@@ -195,14 +190,8 @@ class Scope:
 def _enter(outer: Scope, name_stack: Any) -> Scope:
     names, inside = list(outer.names), outer.region
     for name in scope_names(name_stack):
-        if not name.startswith(_PREFIX):
+        if isinstance(name, _Mark):
+            inside = name.options
+        else:
             names.extend(name.split("/"))
-            continue
-        inside = _registered.get(name)
-        if inside is None:
-            raise AutocastError(
-                "a program holds a region whose options are forgotten, because more "
-                "than a thousand others were used since it was traced: trace it anew "
-                "(jax.clear_caches() if it stands in a jax.jit)"
-            )
     return Scope(tuple(names), inside)
