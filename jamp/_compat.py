@@ -65,14 +65,12 @@ def primitive_names() -> frozenset[str]:
     return frozenset(primitive.name for primitive in known) | _NAMEABLE
 
 
-def frames(eqn: JaxprEqn) -> Frames | None:
-    """The Python frames that emitted an equation; None if it has no traceback."""
+def frames(eqn: JaxprEqn) -> Frames:
+    """The Python frames that emitted an equation; none if it has no traceback."""
     traceback: Any = eqn.source_info.traceback
-    if traceback is None:
-        return None
     # `jax.extend` gives lines of text; only code objects tell functions apart.
-    codes, offsets = traceback.raw_frames()
-    return codes, offsets
+    found: Frames = ((), ()) if traceback is None else traceback.raw_frames()
+    return found
 
 
 def scope_names(name_stack: Any) -> tuple[str, ...]:
@@ -166,14 +164,12 @@ def _showing(convert: Any, see: Callable[[Any, str], Any]) -> Any:
 def _caster(frame: FrameType | None) -> FrameType | None:
     """The frame of the code that asks for a cast to a dtype which it names, if any."""
     asked = None
-    while frame and frame.f_code.co_name in _CASTING and _is_jaxs(frame):
+    while frame and frame.f_code.co_filename.startswith(_JAX):
+        if frame.f_code.co_name not in _CASTING:
+            break
         asked, frame = frame, frame.f_back
     given = asked.f_locals if asked else {"dtype": None}
     if given.get("dtype", asked) is None or given.get("ndmin"):
         return None
     # What becomes of a list has the dtype that its elements have.
     return None if isinstance(given.get("object"), list | tuple) else frame
-
-
-def _is_jaxs(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith(_JAX)

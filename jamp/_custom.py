@@ -131,6 +131,5 @@ def custom_bwd(
 
 
 def _cast(leaf: Any, dtype: _dtypes.DType) -> Any:
-    if is_array(leaf) and _dtypes.eligible(leaf.dtype):
-        return jax.numpy.asarray(leaf, dtype)
-    return leaf
+    eligible = is_array(leaf) and _dtypes.eligible(leaf.dtype)
+    return jax.numpy.asarray(leaf, dtype) if eligible else leaf

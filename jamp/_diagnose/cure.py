@@ -163,7 +163,7 @@ def _codes(output: Measured) -> tuple[list[CodeType], CodeType | None]:
     """
     codes: list[CodeType] = []
     for eqn in output.eqns:
-        found, _ = frames(eqn) or ((), ())
+        found, _ = frames(eqn)
         codes += takewhile(lambda code: code.co_filename != _TRACE, found)
     users = [code for code in codes if is_users(code.co_filename)]
     if not users:

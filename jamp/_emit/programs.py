@@ -159,15 +159,13 @@ def emit_scan(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
     narrow = list(map(lax.stop_gradient, [*arrays[:count], *arrays[end:]]))
 
     def step(carried: Sequence[Any], slices: Sequence[Any]) -> tuple[Any, Any]:
+        sources = [*wide, *(wide[slot] for slot in slots)]
         shared = [
             array if array.dtype == own.dtype else _narrowed(array, own)
-            for array, own in zip(wide, narrow, strict=False)
+            for array, own in zip(sources, narrow, strict=True)
         ]
-        casts = [
-            _narrowed(wide[slot], extra)
-            for slot, extra in zip(slots, narrow[count:], strict=True)
-        ]
-        results = emitter.run(plan, [*shared, *carried, *slices, *casts])
+        taken = [*shared[:count], *carried, *slices, *shared[count:]]
+        results = emitter.run(plan, taken)
         carried = convert_all(results[:num_carry], action.dtypes[:num_carry])
         return carried, results[num_carry:]
 
@@ -237,7 +235,7 @@ def emit_custom_jvp(emitter: Emitter, action: Structural, arrays: Arrays) -> Arr
     function = jax.custom_jvp(_primal(emitter, action))
     # The rule of a primitive that expands into others takes symbolic zeros.
     function.defjvp(rule, symbolic_zeros=eqn.params.get("symbolic_zeros", True))
-    return function(*arrays)
+    return list(function(*arrays))
 
 
 @emits("custom_vjp_call")
@@ -279,8 +277,7 @@ def emit_custom_vjp(emitter: Emitter, action: Structural, arrays: Arrays) -> Arr
 
     function = jax.custom_vjp(_primal(emitter, action))
     function.defvjp(fwd, bwd, symbolic_zeros=True)
-    results: Arrays = function(*arrays)
-    return results
+    return list(function(*arrays))
 
 
 @emits("custom_vmap_call")
@@ -300,8 +297,7 @@ def emit_custom_vmap(emitter: Emitter, action: Structural, arrays: Arrays) -> Ar
 
     function = jax.custom_batching.custom_vmap(_primal(emitter, action))
     function.def_vmap(rule)
-    results: Arrays = function(*arrays)
-    return results
+    return list(function(*arrays))
 
 
 def _checked(eqn: JaxprEqn, rule: Any) -> Any:

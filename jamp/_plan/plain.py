@@ -307,8 +307,8 @@ def _explicit_codes() -> frozenset[int]:
 
 def is_explicit(eqn: JaxprEqn) -> bool:
     """Whether the user asked for the cast, and not JAX's promotion of operands."""
-    found = frames(eqn)
-    return found is None or not _explicit_codes().isdisjoint(map(id, found[0]))
+    codes, _ = frames(eqn)
+    return not codes or not _explicit_codes().isdisjoint(map(id, codes))
 
 
 def plan_convert(equation: Equation) -> list[Value]:

@@ -38,8 +38,8 @@ FrameKey = tuple[tuple[int, ...], Sequence[int]]
 
 def frame_key(eqn: JaxprEqn) -> FrameKey | None:
     """What identifies the frames of an equation; None if it has no traceback."""
-    found = frames(eqn)
-    return None if found is None else (tuple(map(id, found[0])), found[1])
+    codes, offsets = frames(eqn)
+    return (tuple(map(id, codes)), offsets) if codes else None
 
 
 def calls(key: FrameKey, functions: Mapping[int, Function]) -> Iterator[Call]:
@@ -109,7 +109,7 @@ def users_level() -> int:
 
 def location(eqn: JaxprEqn) -> Location | None:
     """The innermost line of the user's own code that led to an equation."""
-    codes, offsets = frames(eqn) or ((), ())
+    codes, offsets = frames(eqn)
     index = users_frame(code.co_filename for code in codes)
     return None if index is None else _location(codes[index], offsets[index])
 
@@ -120,7 +120,7 @@ def library_location(eqn: JaxprEqn, function: Function | None) -> Location | Non
     One of `jax.nn` if there is no other; none inside the file of a listed function that
     the equation is part of, which says it all.
     """
-    codes, offsets = frames(eqn) or ((), ())
+    codes, offsets = frames(eqn)
     files = [code.co_filename for code in codes]
     inside = range(users_frame(files) or 0)
     found = [i for i in inside if _distance(files[i]) == 2]
