@@ -95,18 +95,18 @@ def _resolve(name: str) -> CodeType | None:
         # JAX imports some of its public modules on demand; all of it is there anyway.
         with suppress(ImportError, AttributeError):
             pkgutil.resolve_name(name)
-    modules = (".".join(parts[:cut]) for cut in range(len(parts) - 1, 0, -1))
-    module = next(filter(sys.modules.get, modules), None)
-    if module is None:
+    cut, last = len(parts) - 1, parts[-1]
+    while cut and sys.modules.get(".".join(parts[:cut])) is None:
+        cut -= 1
+    if not cut:
         return None
-    obj: Any = sys.modules[module]
-    *within, last = name.removeprefix(f"{module}.").split(".")
-    if within and hasattr(obj, "__path__") and not hasattr(obj, within[0]):
-        if find_spec(f"{module}.{within[0]}") is not None:
-            return None  # a module that is not imported yet
-    for part in (*within, last):
+    obj: Any = sys.modules[".".join(parts[:cut])]
+    for part in parts[cut:]:
         held, obj = obj, getattr(obj, part, None)
         if obj is None:
+            package = part == parts[cut] != last and hasattr(held, "__path__")
+            if package and find_spec(f"{held.__name__}.{part}") is not None:
+                return None  # a module that is not imported yet
             near = [f"{name.removesuffix(last)}{other}" for other in dir(held)]
             hint = did_you_mean(name, near) if part == last else ""
             raise PolicyError(f"there is no function {name!r}{hint}")
