@@ -1,7 +1,8 @@
-"""The loop over a plan's steps, and the actions that are one binding or conversion."""
+"""The loop over a plan's actions, and those that are one binding or conversion."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import groupby
 from typing import Any
 
 import jax
@@ -53,9 +54,9 @@ class Emitter:
         def read(value: Value) -> Any:
             return env[value.number] if value.known is None else value.known
 
-        for step in plan.steps:
-            with _source_of(*step.source) if step.source else nullcontext():
-                for action in step.actions:
+        for source, actions in groupby(plan.actions, lambda action: action.source):
+            with _source_of(*source) if source else nullcontext():
+                for action in actions:
                     taken = [read(value) for value in action.operands]
                     kind = getattr(action, "kind", type(action))
                     made = _emissions[kind](self, action, taken)
@@ -108,7 +109,7 @@ def convert_all(arrays: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
 
 @emits(Cast)
 def _emit_cast(emitter: Emitter, action: Cast, arrays: Arrays) -> Arrays:
-    return [convert(arrays[0], action.results[0].dtype)]
+    return [convert(arrays[0], action.dtype)]
 
 
 @emits(Broadcast)

@@ -37,7 +37,7 @@ def emit_float32_call(emitter: Emitter, action: Float32Call, arrays: Arrays) -> 
         run = _recomputing(run, low, action)
     if not (emitter.share and under_trace(arrays)):
         return run(*arrays)
-    narrow = tuple(None if v is None else v.dtype for v in action.narrowed)
+    narrow = tuple(None if cast is None else cast.dtype for cast in action.narrowed)
     key = _key(action, (*low, *narrow, *action.shared, action.device_type))
     if key is None:
         return run(*arrays)
@@ -50,7 +50,7 @@ def emit_float32_call(emitter: Emitter, action: Float32Call, arrays: Arrays) -> 
 def _run(action: Float32Call, *arrays: Any) -> list[Any]:
     env = dict(zip(action.invars, arrays, strict=True))
     wanted = zip(action.outvars, action.narrowed, strict=True)
-    dtypes = {var: value.dtype for var, value in wanted if value is not None}
+    dtypes = {var: cast.dtype for var, cast in wanted if cast is not None}
     narrow = {}
     names = current_name_stack()
     for eqn in action.eqns:

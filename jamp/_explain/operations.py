@@ -12,7 +12,7 @@ from jax.extend.core import JaxprEqn, jaxprs_in_params
 
 from jamp import _dtypes, _primitives
 from jamp._explain.residuals import elements
-from jamp._plan.records import Entry, Record
+from jamp._plan.records import Record
 from jamp._plan.rules import STRUCTURAL
 from jamp._policy.rules import Rule
 from jamp._tracing.origin import Location, library_location, location
@@ -43,14 +43,13 @@ class Operation:
 
 
 def operations(
-    entries: list[Entry], caller: JaxprEqn | None = None, times: int = 1
+    records: list[Record], caller: JaxprEqn | None = None, times: int = 1
 ) -> Iterator[Operation]:
-    for entry in entries:
-        if isinstance(entry, Record):
-            yield _operation(replace(entry, caller=caller), times)
-        else:
-            outer = entry.eqn if location(entry.eqn) else caller
-            yield from operations(entry.entries, outer, times * _repeats(entry.eqn))
+    for record in records:
+        yield _operation(replace(record, caller=caller), times)
+        outer = record.eqn if location(record.eqn) else caller
+        for inner in record.inner:
+            yield from operations(inner, outer, times * _repeats(record.eqn))
 
 
 def _operation(record: Record, times: int) -> Operation:

@@ -54,13 +54,12 @@ class _Walk:
             return _constant(value.known) if literal else known.get(value.number, {})
 
         callers = self._callers
-        for step in plan.steps:
-            self._callers = (*callers, *step.source)
-            for action in step.actions:
-                results = self._results(action, list(map(read, action.operands)))
-                for value, facts in zip(action.results, results, strict=True):
-                    rounds = value.low and {"sum", "square"} & facts.keys()
-                    known[value.number] = {**facts, "rounded": ""} if rounds else facts
+        for action in plan.actions:
+            self._callers = (*callers, *action.source)
+            results = self._results(action, list(map(read, action.operands)))
+            for value, facts in zip(action.results, results, strict=True):
+                rounds = value.low and {"sum", "square"} & facts.keys()
+                known[value.number] = {**facts, "rounded": ""} if rounds else facts
         self._callers = callers
         return list(map(read, plan.results))
 

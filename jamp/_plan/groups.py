@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from jax.extend.core import JaxprEqn, Literal, Var
@@ -12,22 +12,19 @@ from jamp._dtypes import FLOAT32
 from jamp._plan.plan import Action, Cast, Caster, Float32Call
 from jamp._plan.values import Value
 
-Source = tuple[JaxprEqn, ...]
 # Variables of the traced program, and the values that they have.
 Bound = Iterable[tuple[Var, Value]]
 
 
 @dataclass(eq=False)
 class Group:
-    source: Source
-    device_type: str
-    caster: Caster  # of the first of them
+    caster: Caster  # of the last of them
     eqns: list[JaxprEqn] = field(default_factory=list)
     # What enters and what is made, by the numbers of the values.
     inputs: dict[int, tuple[Var, Value]] = field(default_factory=dict)
     made: dict[int, tuple[Var, Value]] = field(default_factory=dict)
-    # What is made in 16 bits too, and whose cast it is, by the number in float32.
-    narrowed: dict[int, tuple[Value, Caster | None]] = field(default_factory=dict)
+    # The casts of what is made in 16 bits too, by the number in float32.
+    narrowed: dict[int, Cast] = field(default_factory=dict)
     grows: bool = True  # until something else reads what it makes
 
     @property
@@ -39,7 +36,7 @@ class Group:
         """Whether another may join: in the same named scopes of the same program."""
         if not (self.grows and self.low):
             return False
-        (*outer, eqn), (*others, found) = self.source, other.source
+        (*outer, eqn), (*others, found) = self.caster.source, other.caster.source
         names = eqn.source_info.name_stack, found.source_info.name_stack
         return outer == others and names[0] == names[1]
 
@@ -69,40 +66,49 @@ class Group:
 
     def action(self, read: Collection[int]) -> Float32Call:
         """The call, with those of its results that are read, by their numbers."""
-        low = {n: v for n, (v, _) in self.narrowed.items() if v.number in read}
+        casts = self.narrowed.items()
+        low = {n: cast for n, cast in casts if cast.results[0].number in read}
         kept = {n: made for n, made in self.made.items() if n in read or n in low}
-        narrowed = [low.get(number) for number in kept]
+        narrow = [cast.results[0] for cast in map(low.get, kept) if cast is not None]
         return Float32Call(
             [value for _, value in self.inputs.values()],
-            [*(value for _, value in kept.values()), *filter(None, narrowed)],
+            [*(value for _, value in kept.values()), *narrow],
+            self.caster,
             self.eqns,
             [var for var, _ in self.inputs.values()],
             [var for var, _ in kept.values()],
-            narrowed,
-            self.device_type,
-            self.caster,
+            list(map(low.get, kept)),
         )
 
 
-def with_shared_casts(
-    actions: Sequence[tuple[Source, Action]], note: Callable[[Cast], None]
-) -> Iterator[tuple[Source, Action]]:
+def casts_of(action: Action) -> Iterator[Cast]:
+    """The casts that an action makes."""
+    if isinstance(action, Cast):
+        yield action
+    elif isinstance(action, Float32Call):
+        yield from reversed([cast for cast in action.narrowed if cast])
+        for value in action.operands:
+            if value.low:
+                wide = Value.of(value.aval, FLOAT32)
+                yield Cast((value,), (wide,), action.caster)
+
+
+def with_shared_casts(actions: Sequence[Action]) -> Iterator[Action]:
     """Actions, where those that widen the same 16 bits share the gradient of one cast.
 
-    Their gradients are then added up in float32, and rounded once. `note` is told of
-    new casts.
+    Their gradients are then added up in float32, and rounded once.
     """
     counts: Counter[int] = Counter()
     casts: dict[int, Cast] = {}
-    for _, action in actions:
+    for action in actions:
         if isinstance(action, Float32Call):
             counts.update({value.number for value in action.operands if value.low})
-        elif isinstance(action, Cast) and action.results[0].dtype == FLOAT32:
+        elif isinstance(action, Cast) and action.dtype == FLOAT32:
             number = action.operands[0].number
             counts[number] += 1
             casts[number] = action
     made: set[int] = set()
-    for source, action in actions:
+    for action in actions:
         if isinstance(action, Float32Call):
             taken = action.operands
             shared = [place for place, v in enumerate(taken) if counts[v.number] > 1]
@@ -110,10 +116,9 @@ def with_shared_casts(
                 if value.number not in casts:
                     wide = Value.of(value.aval, FLOAT32)
                     casts[value.number] = Cast((value,), (wide,), action.caster)
-                    note(casts[value.number])
                 if value.number not in made:
                     made.add(value.number)
-                    yield source, casts[value.number]
+                    yield casts[value.number]
             wides = [casts[taken[place].number].results[0] for place in shared]
             action = replace(action, operands=[*taken, *wides], shared=shared)
         elif isinstance(action, Cast):
@@ -121,4 +126,4 @@ def with_shared_casts(
             if casts.get(number) is action and number in made:
                 continue
             made.add(number)
-        yield source, action
+        yield action

@@ -1,6 +1,6 @@
 """Calls of listed functions: what enters, what is computed inside, what leaves."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,7 @@ from jamp._dtypes import FLOAT32, DType
 from jamp._equations import nested, read_by
 from jamp._plan.plain import explicit_precision
 from jamp._plan.plan import Caster, Context, Environment, Float32Call
-from jamp._plan.records import Entry, InnerRecords, Origin, Record, Ruling, originals
+from jamp._plan.records import Origin, Record, Ruling, with_inner
 from jamp._plan.values import Traits, Value
 from jamp._policy.functions import Function
 from jamp._policy.rules import Rule
@@ -45,6 +45,10 @@ class ListedCall:
         policy = self.options.policy
         rule = policy.function_rules[self.function]
         return Ruling(rule, Origin.FUNCTION, self.function, policy.name)
+
+    def caster(self, record: Record, eqn: JaxprEqn) -> Caster:
+        source = (*self.env.callers, eqn)
+        return Caster(record, self.options, self.env.plan, source)
 
     @cached_property
     def invars(self) -> list[Any]:
@@ -110,35 +114,31 @@ def _rank(value: Value) -> tuple[int, int]:
 
 
 def plan_listed_call(call: ListedCall) -> None:
-    rule, plan, eqns = call.ruling.rule, call.env.plan, call.eqns
+    rule, env, eqns = call.ruling.rule, call.env, call.eqns
     # Inside, one rule settles every equation.
     forced = Rule.FLOAT32 if rule is Rule.INTERNAL_FLOAT32 else rule
     inner = call.context._replace(inside=call.context.inside | {call.function})
-    first, env = len(plan.entries), call.env
+    first = len(env.plan.records)
     if call.function.elementwise and not _is_elementwise(eqns):
         call.plan_inside(env, inner)
         return
-    enter = Caster(Record(eqns[0], call.ruling, ()), call.options, plan)
+    enter = call.caster(Record(eqns[0], call.ruling, ()), eqns[0])
     if rule is Rule.LOWER:
         products = (e for e in nested(eqns) if e.primitive.name in _primitives.MATMULS)
         if any(map(explicit_precision, products)):
             call.plan_inside(env, inner)
             return
-        with plan.source(eqns[0]):
-            lowered = _lowered(call.entered, enter)
-        call.plan_inside(env.overlay(lowered), inner)
+        call.plan_inside(env.overlay(_lowered(call.entered, enter)), inner)
     elif forced is Rule.FLOAT32 and runs_in_float32(eqns):
         _plan_in_float32(call, enter)
     else:
         call.plan_inside(env, inner._replace(forced=call.ruling._replace(rule=forced)))
-    entries = plan.entries[first:]
-    for record in originals(entries):
+    records = env.plan.records[first:]
+    for record in with_inner(records):
         if rule is not Rule.LOWER or record.ruling.function is None:
             record.ruling = call.ruling
-    # Records of inner programs serve all their calls; these are of this call alone.
-    records = [entry for entry in entries if isinstance(entry, Record)]
     enter.record = records[0]
-    _settle(call, Caster(records[-1], call.options, plan))
+    _settle(call, records[-1])
     for record in records:
         record.returns = tuple(
             env.read(var).dtype if env.used_from(var, call.stop) else computed
@@ -183,46 +183,44 @@ def _lowered(entering: dict[Any, Value], caster: Caster) -> dict[Any, Value]:
 
 def _plan_in_float32(call: ListedCall, enter: Caster) -> None:
     env, plan = call.env, call.env.plan
-    with plan.source(call.eqns[0]):
-        operands = [
-            enter.cast(value, FLOAT32) if value.eligible else value
-            for value in map(env.read, call.invars)
-        ]
-        traits = Traits(
-            data=any(v.traits.data for v in operands if v.rank > 0),
-            table=all(v.traits.table for v in operands),
+    operands = [
+        enter.cast(value, FLOAT32) if value.eligible else value
+        for value in map(env.read, call.invars)
+    ]
+    traits = Traits(
+        data=any(v.traits.data for v in operands if v.rank > 0),
+        table=all(v.traits.table for v in operands),
+    )
+    results = [Value(var.aval, traits) for var in call.outvars]
+    plan.actions.append(
+        Float32Call(
+            operands,
+            results,
+            enter,
+            call.eqns,
+            call.invars,
+            call.outvars,
+            (None,) * len(results),
         )
-        results = [Value(var.aval, traits) for var in call.outvars]
-        plan.add(
-            Float32Call(
-                operands,
-                results,
-                call.eqns,
-                call.invars,
-                call.outvars,
-                (None,) * len(results),
-                call.options.device_type,
-                enter,
-            )
-        )
+    )
     env.bind(call.outvars, results)
-    plan.entries.extend(_as_traced(call.eqns, call.ruling, call.context.scope))
+    plan.records += _as_traced(call.eqns, call.ruling, call.context.scope)
 
 
-def _as_traced(
-    eqns: Sequence[JaxprEqn], ruling: Ruling, scope: Scope
-) -> Iterator[Entry]:
+def _as_traced(eqns: Sequence[JaxprEqn], ruling: Ruling, scope: Scope) -> list[Record]:
     """Records of equations that run as traced, and of the programs that they hold."""
+    found = []
     for eqn in eqns:
         inner = scope.enter(eqn.source_info.name_stack)
         operands = tuple(map(_dtypes.dtype_of, eqn.invars))
         results = tuple(map(_dtypes.dtype_of, eqn.outvars))
-        yield Record(eqn, ruling, inner.names, operands, results)
-        for program in jaxprs_in_params(eqn.params):
-            yield InnerRecords(eqn, list(_as_traced(program.eqns, ruling, inner)))
+        programs = jaxprs_in_params(eqn.params)
+        held = [_as_traced(program.eqns, ruling, inner) for program in programs]
+        found.append(Record(eqn, ruling, inner.names, operands, results, inner=held))
+    return found
 
 
-def _settle(call: ListedCall, caster: Caster) -> None:
+def _settle(call: ListedCall, record: Record) -> None:
     """Brings what leaves a call to the dtype that its rule promises."""
     unsafe = call.options.policy.unsafe
     probability = any(call.function.name in found.of for found in unsafe)
@@ -234,10 +232,9 @@ def _settle(call: ListedCall, caster: Caster) -> None:
             if not value.eligible or value.follows:
                 continue
             dtype = call.leaving_dtype(var, value.dtype)
-            with caster.plan.source(eqn):
-                # A dtype that the user named is not a rule's.
-                rounds = _dtypes.dtype_of(var) == FLOAT32
-                settled = caster.cast(value, dtype, rounds=rounds)
+            # A dtype that the user named is not a rule's.
+            rounds = _dtypes.dtype_of(var) == FLOAT32
+            settled = call.caster(record, eqn).cast(value, dtype, rounds=rounds)
             if probability:
                 rounded = dtype if dtype in _dtypes.LOW_DTYPES else None
                 known = settled.traits._replace(probability=True, rounded=rounded)

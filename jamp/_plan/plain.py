@@ -17,7 +17,7 @@ from jamp._dtypes import FLOAT32, DType
 from jamp._equations import contracted, holds_program
 from jamp._lowerings.lower import has_own_product
 from jamp._plan.biases import free_dims, moved, product_and_bias
-from jamp._plan.plan import Broadcast, Equation
+from jamp._plan.plan import Bind, Broadcast, Equation
 from jamp._plan.records import Origin, Ruling
 from jamp._plan.values import BOOLEAN, Traits, Value, Values, destroyed, held, propagate
 from jamp._policy.functions import code_of
@@ -35,13 +35,11 @@ def choose(rule: Rule, eqn: JaxprEqn, operands: Values, low: DType) -> Dtypes:
     if rule is Rule.LOWER and any(_dtypes.is_complex(v.dtype) for v in operands):
         rule = Rule.AS_TRACED
     if rule is Rule.AS_TRACED or any(_dtypes.is_float64(v.dtype) for v in operands):
+        pairs = zip(eqn.invars, operands, strict=True)
         return Dtypes(
-            tuple(
-                _dtypes.dtype_of(var) if value.eligible else None
-                for var, value in zip(eqn.invars, operands, strict=True)
-            )
+            tuple([_dtypes.dtype_of(v) if x.eligible else None for v, x in pairs])
         )
-    floating = tuple(FLOAT32 if value.eligible else None for value in operands)
+    floating = _each(operands, FLOAT32)
     if rule in (Rule.PROMOTE, Rule.INTERNAL_FLOAT32) and _reduces_fully(eqn, operands):
         return Dtypes(floating)
     if rule is Rule.PROMOTE:
@@ -52,7 +50,12 @@ def choose(rule: Rule, eqn: JaxprEqn, operands: Values, low: DType) -> Dtypes:
         dtype = FLOAT32
     rounds = rule is Rule.INTERNAL_FLOAT32
     results = (_activation(operands),) * len(eqn.outvars) if rounds else ()
-    return Dtypes(tuple(dtype if v.eligible else None for v in operands), results)
+    return Dtypes(_each(operands, dtype), results)
+
+
+def _each(operands: Values, dtype: DType) -> tuple[DType | None, ...]:
+    """A dtype for each operand that may be cast."""
+    return tuple([dtype if value.eligible else None for value in operands])
 
 
 def _reduces_fully(eqn: JaxprEqn, operands: Values) -> bool:
@@ -118,7 +121,7 @@ def _promote(eqn: JaxprEqn, operands: Values) -> Dtypes:
     arrays = [v for v in firm if v.rank > 0] or firm
     if not arrays:
         dtype = _dtypes.widest(v.dtype for v in floats)
-        return Dtypes(tuple(dtype if v.eligible else None for v in operands))
+        return Dtypes(_each(operands, dtype))
     product = product_and_bias(*floats) if eqn.primitive.name == "add" else None
     dtype = product.dtype if product else _dtypes.widest(v.dtype for v in arrays)
     result = None
@@ -128,7 +131,7 @@ def _promote(eqn: JaxprEqn, operands: Values) -> Dtypes:
         # A scalar may be out of range, and its gradient is a sum: round the result.
         result, dtype = dtype, FLOAT32
     results = (result,) * len(eqn.outvars) if result else ()
-    return Dtypes(tuple(dtype if v.eligible else None for v in operands), results)
+    return Dtypes(_each(operands, dtype), results)
 
 
 def _destroyed(value: Value, dtype: DType) -> bool:
@@ -183,7 +186,10 @@ def cast_and_bind(equation: Equation, dtypes: Dtypes) -> list[Value]:
     changed = used != traced or (lowers and has_own_product(eqn.primitive.name, used))
     plan.changed |= changed
     weights = _weights(equation, used)
-    equation.bind(cast, results, used if changed else None, weights)
+    taken, lowered = [*cast, *weights.values()], used if changed else None
+    plan.actions.append(
+        Bind(taken, results, caster, eqn, lowered, operands, tuple(weights))
+    )
     targets = dtypes.results or (None,) * len(results)
     seen = [
         caster.cast(value, dtype, rounds=True) if dtype and value.eligible else value
@@ -227,7 +233,8 @@ def _operand(equation: Equation, value: Value, dtype: DType) -> Value:
         return caster.cast(value, dtype)
     spread = Value.of(eqn.outvars[0].aval, FLOAT32)
     caster.plan.changed = True
-    caster.plan.add(Broadcast((caster.cast(value, FLOAT32),), (spread,)))
+    wide = caster.cast(value, FLOAT32)
+    caster.plan.actions.append(Broadcast((wide,), (spread,), caster))
     return caster.cast(spread, dtype)
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn, Literal, Var
@@ -14,10 +12,13 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from jamp import _dtypes
 from jamp._dtypes import FLOAT32, DType
 from jamp._equations import closed
-from jamp._plan.records import Entry, InnerRecords, Record, Ruling
+from jamp._plan.records import Record, Ruling
 from jamp._plan.values import Traits, Value, Values
 from jamp._policy.functions import Function
 from jamp._tracing.regions import Options, Scope
+
+# An equation, after those whose programs it stands in: of its plan, outermost first.
+Source = tuple[JaxprEqn, ...]
 
 
 class Context(NamedTuple):
@@ -37,14 +38,22 @@ class Context(NamedTuple):
 class Action:
     operands: Values  # the values that it takes
     results: Values  # the values that it makes
+    caster: Caster | None  # of the equation that it is for, if any
+
+    @property
+    def source(self) -> Source:
+        return self.caster.source if self.caster else ()
 
 
 @dataclass(frozen=True, eq=False)
 class Cast(Action):
     """A conversion to the dtype of its result."""
 
-    caster: Caster | None  # of the equation that it is for, if any
     rounds: bool = False  # whether a rule rounds what was computed in float32
+
+    @property
+    def dtype(self) -> DType:
+        return self.results[0].dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,46 +62,49 @@ class Broadcast(Action):
 
 
 @dataclass(frozen=True, eq=False)
-class Bind(Action):
+class Run(Action):
+    """Equations that run."""
+
+    caster: Caster
+
+    @property
+    def device_type(self) -> str:
+        """What the program is for."""
+        return self.caster.options.device_type
+
+
+@dataclass(frozen=True, eq=False)
+class Bind(Run):
     """An equation without inner programs."""
 
     eqn: JaxprEqn
     dtypes: tuple[Any, ...] | None  # of its operands, if they are others than traced
-    device_type: str  # what the program is for
     read: Values  # its operands before they were cast for it
-    caster: Caster
     # Which operands are casts of weights: these, in float32, are its last operands.
     weights: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
-class Float32Call(Action):
+class Float32Call(Run):
     """Equations that run in the float32 that they were traced in, as one function."""
 
     eqns: Sequence[JaxprEqn]  # the equations, all in the same named scopes
     invars: Sequence[Any]  # the variables that they read and do not make
     outvars: Sequence[Any]  # those of their results that are wanted
-    # For each of `outvars` the 16-bit value wanted too, if any; these come last.
-    narrowed: Sequence[Value | None]
-    device_type: str  # what the program is for
-    caster: Caster  # of the first of them
+    # For each of `outvars` its cast to 16 bits if that is wanted too; these come last.
+    narrowed: Sequence[Cast | None]
     # Those operands, by place, of which casts come last: their gradients go there.
     shared: Sequence[int] = ()
 
 
 @dataclass(frozen=True, eq=False)
-class Structural(Action):
+class Structural(Run):
     """An equation that holds programs."""
 
     eqn: JaxprEqn
     plans: Sequence[Plan]  # what is to run for its programs
     context: Context  # what holds around it
     kind: str  # the primitive that it is emitted as
-    caster: Caster
-
-    @property
-    def device_type(self) -> str:
-        return self.context.region.device_type
 
     @property
     def slots(self) -> list[int]:
@@ -102,12 +114,6 @@ class Structural(Action):
     @property
     def dtypes(self) -> list[Any]:
         return [value.dtype for value in self.results]
-
-
-@dataclass(frozen=True)
-class Step:
-    source: tuple[JaxprEqn, ...]  # what they stem from, and the calls around it
-    actions: list[Action] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -120,11 +126,9 @@ class Plan:
     # Further inputs: casts of inputs, by position and dtype.
     extras: dict[tuple[int, DType], Value] = field(default_factory=dict)
     results: Values = ()
-    steps: list[Step] = field(default_factory=list)  # what is to be bound, in order
-    # The records of what was decided.
-    entries: list[Entry] = field(default_factory=list)
+    actions: list[Action] = field(default_factory=list)  # what is to run, in order
+    records: list[Record] = field(default_factory=list)  # what was decided
     changed: bool = False  # whether anything differs from the program as traced
-    _source: tuple[JaxprEqn, ...] = ()
 
     @property
     def dtypes(self) -> tuple[Any, ...]:
@@ -134,33 +138,22 @@ class Plan:
     def traits(self) -> tuple[Traits, ...]:
         return tuple([value.traits for value in self.results])
 
-    @contextmanager
-    def source(self, eqn: JaxprEqn) -> Iterator[None]:
-        """Makes an equation the source of the actions that are added inside."""
-        outer = self._source
-        self._source = (*outer, eqn)
-        yield
-        self._source = outer
-
-    def add(self, action: Action) -> None:
-        if not self.steps or self.steps[-1].source is not self._source:
-            self.steps.append(Step(self._source))
-        self.steps[-1].actions.append(action)
-
 
 class Environment:
     """Values of a program's variables, and the plan that it becomes a part of."""
 
-    def __init__(self, jaxpr: Any, plan: Plan) -> None:
+    def __init__(self, jaxpr: Any, plan: Plan, callers: Source) -> None:
         self.plan = plan
+        self.callers = callers  # the equations that it is the program of, in the plan
         self._values: dict[Var, Value] = {}
         self._overlay: Mapping[Var, Value] = {}
-        self._readers: dict[Var, list[int]] = {}
         read = [*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars]
-        for index, variables in enumerate(read):
-            for var in variables:
-                if not isinstance(var, Literal):
-                    self._readers.setdefault(var, []).append(index)
+        self._last_reader = {
+            var: index
+            for index, atoms in enumerate(read)
+            for var in atoms
+            if not isinstance(var, Literal)
+        }
 
     def read(self, var: Any) -> Value:
         if isinstance(var, Literal):
@@ -174,21 +167,21 @@ class Environment:
         return view
 
     def bind(self, variables: Sequence[Any], values: Values) -> None:
-        for var, value in zip(variables, values, strict=True):
-            self._values[var] = value
+        self._values.update(zip(variables, values, strict=True))
 
     def used_from(self, var: Any, index: int) -> bool:
         """Whether equation `index` or a later one, or the caller, reads a variable."""
-        return self._readers.get(var, [-1])[-1] >= index
+        return self._last_reader.get(var, -1) >= index
 
 
 class Caster:
     """Plans the casts of one equation, each made once and shared."""
 
-    def __init__(self, record: Record, options: Options, plan: Plan):
+    def __init__(self, record: Record, options: Options, plan: Plan, source: Source):
         self.record = record
         self.options = options
         self.plan = plan
+        self.source = source
 
     def cast(self, value: Value, dtype: DType, *, rounds: bool = False) -> Value:
         """A value in a dtype.
@@ -206,28 +199,23 @@ class Caster:
             return value.constant_in(dtype)
         if dtype in value.casts:
             return value.casts[dtype]
-        share = self.options.cache_enabled
-        narrows = dtype.itemsize < value.dtype.itemsize
-        if share and narrows and value.slot is not None:
-            # The caller casts it, once for all that it is handed to.
-            result = self._target(value, dtype)
-            self.plan.extras[value.slot, dtype] = result
-        else:
-            result = self._target(value, dtype)
-            self.plan.add(Cast((value,), (result,), self, rounds))
-        if share:
-            value.casts[dtype] = result
-            if not narrows:
-                # Only the way back from a wider dtype loses nothing.
-                result.casts[value.dtype] = value
-        return result
-
-    def _target(self, value: Value, dtype: DType) -> Value:
         traits = value.traits
         if traits.probability and dtype in _dtypes.LOW_DTYPES:
             traits = traits._replace(rounded=dtype)
         result = Value.of(value.aval, dtype, traits)
         result.source = value if value.dtype == FLOAT32 else None
+        share = self.options.cache_enabled
+        narrows = dtype.itemsize < value.dtype.itemsize
+        if share and narrows and value.slot is not None:
+            # The caller casts it, once for all that it is handed to.
+            self.plan.extras[value.slot, dtype] = result
+        else:
+            self.plan.actions.append(Cast((value,), (result,), self, rounds))
+        if share:
+            value.casts[dtype] = result
+            if not narrows:
+                # Only the way back from a wider dtype loses nothing.
+                result.casts[value.dtype] = value
         return result
 
 
@@ -238,7 +226,7 @@ class Equation(NamedTuple):
     caster: Caster
     # Plan a closed program of its own, and one as part of the program around it.
     plan_inner: Callable[[Any, Values, Context, Iterable[int]], Plan]
-    plan_inline: Callable[[Any, Values, Context, Plan], list[Value]]
+    plan_inline: Callable[[Any, Values, Context, Plan, Source], list[Value]]
 
     @property
     def plan(self) -> Plan:
@@ -252,22 +240,11 @@ class Equation(NamedTuple):
     def as_traced(self, traits: Sequence[Traits] = ()) -> list[Value]:
         """Binds the equation as it is; something may be known of its results."""
         results = self._results(map(_dtypes.dtype_of, self.eqn.outvars), traits)
-        self.bind(self.operands, results, None)
+        taken = self.operands
+        self.plan.actions.append(
+            Bind(taken, results, self.caster, self.eqn, None, read=taken)
+        )
         return results
-
-    def bind(
-        self,
-        cast: Values,
-        results: Values,
-        dtypes: Any,
-        weights: Mapping[int, Value] = MappingProxyType({}),
-    ) -> None:
-        """Binds the equation on operands in some dtypes, or None: as traced."""
-        device_type, read = self.context.region.device_type, self.operands
-        taken, places = [*cast, *weights.values()], tuple(weights)
-        eqn, caster = self.eqn, self.caster
-        action = Bind(taken, results, eqn, dtypes, device_type, read, caster, places)
-        self.plan.add(action)
 
     def calling(
         self,
@@ -297,9 +274,17 @@ class Equation(NamedTuple):
         taken = self.operands if operands is None else operands
         name = kind or self.eqn.primitive.name
         context, caster = self.context, self.caster
-        action = Structural(taken, results, self.eqn, plans, context, name, caster)
-        self.plan.add(action)
-        return results
+        self.plan.actions.append(
+            Structural(taken, results, caster, self.eqn, plans, context, name)
+        )
+        return list(map(self._seen, results))
+
+    def _seen(self, value: Value) -> Value:
+        """What readers see of a result, which may be a loop's sum in float32."""
+        low = value.traits.sums
+        if low is None or not value.is_kept:
+            return value
+        return value.seen(self.caster.cast(value, low, rounds=True))
 
     def _results(self, dtypes: Iterable[Any], traits: Sequence[Traits]) -> list[Value]:
         known = traits or (Traits(data=True),) * len(self.eqn.outvars)
@@ -313,11 +298,8 @@ class Equation(NamedTuple):
         return [self.caster.cast(inputs[slot], dtype) for slot, dtype in inner.extras]
 
     def note(self, *plans: Plan) -> None:
-        """Records inner programs under the equation."""
-        self.note_operands()
-        for plan in plans:
-            self.plan.entries.append(InnerRecords(self.eqn, plan.entries))
-            self.plan.changed |= plan.changed
-
-    def note_operands(self) -> None:
-        self.caster.record.operands = tuple([v.dtype for v in self.operands])
+        """Records what the equation takes, and its inner programs."""
+        record = self.caster.record
+        record.operands = tuple([v.dtype for v in self.operands])
+        record.inner = [plan.records for plan in plans]
+        self.plan.changed |= any(plan.changed for plan in plans)

@@ -7,7 +7,6 @@ to `jamp._plan.listed_calls`.
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from types import CodeType
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +21,15 @@ from jamp._plan.plain import (
     plan_convert,
     plan_plain,
 )
-from jamp._plan.plan import Cast, Caster, Context, Environment, Equation, Plan
+from jamp._plan.plan import (
+    Cast,
+    Caster,
+    Context,
+    Environment,
+    Equation,
+    Plan,
+    Source,
+)
 from jamp._plan.records import Origin, Record, Ruling
 from jamp._plan.rules import STRUCTURAL, StructuralRule
 from jamp._plan.unrounded import spare_roundings
@@ -75,25 +82,19 @@ class _Entry(NamedTuple):
     key: origin.FrameKey | None = None
 
 
-class _Listed(NamedTuple):
-    """A policy's functions by the id of their code objects, and these, to keep ids."""
-
-    functions: Mapping[int, Function]
-    codes: Sequence[CodeType]
-
-
 class _Planner:
     def __init__(self) -> None:
         self._inner: dict[Any, tuple[Plan, Any]] = {}
         self._warned = False
         self._callers: list[JaxprEqn] = []
-        # By policy, and found anew for each program: modules are imported and reloaded.
-        self._listed: dict[Policy, _Listed] = {}
+        # By policy the listed functions, by the id of their code, and by the code, to
+        # keep ids. Found anew for each program: modules are imported and reloaded.
+        self._listed: dict[Policy, tuple[Mapping[int, Function], Any]] = {}
 
     def plan(self, program: Any, inputs: Values, context: Context) -> Plan:
         plan = Plan(inputs, {value.number for value in inputs})
         seen = [_seen(value, plan) for value in inputs]
-        plan.results = self.inline(program, seen, context, plan)
+        plan.results = self.inline(program, seen, context, plan, ())
         order = sorted(plan.extras, key=lambda extra: (extra[0], extra[1].name))
         plan.extras = {extra: plan.extras[extra] for extra in order}
         # What comes in narrower may go out again without any equation having changed.
@@ -128,10 +129,15 @@ class _Planner:
         return self._inner[key][0]
 
     def inline(
-        self, program: Any, arguments: Values, context: Context, plan: Plan
+        self,
+        program: Any,
+        arguments: Values,
+        context: Context,
+        plan: Plan,
+        callers: Source,
     ) -> list[Value]:
         jaxpr = program.jaxpr
-        env = Environment(jaxpr, plan)
+        env = Environment(jaxpr, plan, callers)
         consts = [Value(jax.typeof(const), known=const) for const in program.consts]
         env.bind(jaxpr.constvars, consts)
         env.bind(jaxpr.invars, arguments)
@@ -185,8 +191,8 @@ class _Planner:
     def _functions(self, policy: Policy) -> Mapping[int, Function]:
         if policy not in self._listed:
             codes = policy.function_codes
-            self._listed[policy] = _Listed({id(c): codes[c] for c in codes}, [*codes])
-        return self._listed[policy].functions
+            self._listed[policy] = {id(c): codes[c] for c in codes}, codes
+        return self._listed[policy][0]
 
     def _warn_no_traceback(self) -> None:
         if not self._warned:
@@ -212,7 +218,7 @@ class _Planner:
         if ruling.rule is Rule.BANNED:
             raise self._banned(eqn, ruling)
         record = Record(eqn, ruling, context.scope.names)
-        env.plan.entries.append(record)
+        env.plan.records.append(record)
         name = eqn.primitive.name
         converts = name == "convert_element_type"
         rule: StructuralRule = plan_convert if converts else plan_plain
@@ -225,11 +231,10 @@ class _Planner:
                 # What the user set holds inside by the scope, until a region ends it.
                 context = context._replace(forced=ruling)
         self._callers.append(eqn)
-        with env.plan.source(eqn):
-            caster = Caster(record, context.region, env.plan)
-            results = rule(
-                Equation(eqn, operands, context, caster, self.inner, self.inline)
-            )
+        caster = Caster(record, context.region, env.plan, (*env.callers, eqn))
+        results = rule(
+            Equation(eqn, operands, context, caster, self.inner, self.inline)
+        )
         self._callers.pop()
         record.results = tuple([v.dtype for v in results])
         env.bind(eqn.outvars, results)
@@ -262,7 +267,7 @@ def _seen(value: Value, plan: Plan) -> Value:
         return value
     plan.changed = True
     narrow = Value.of(value.aval, value.traits.sums, value.traits)
-    plan.add(Cast((value,), (narrow,), None, rounds=True))
+    plan.actions.append(Cast((value,), (narrow,), None, rounds=True))
     return value.seen(narrow)
 
 

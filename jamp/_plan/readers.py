@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 from jamp import _primitives
@@ -20,11 +21,6 @@ class Reading(NamedTuple):
 
     low: frozenset[int]  # by readers that need their 16 bits
     wide: frozenset[int]  # by readers that would take them in float32
-
-
-def all_low(plan: Plan) -> Reading:
-    """How results are read of which nothing else is known."""
-    return Reading(frozenset(range(len(plan.results))), frozenset())
 
 
 def taken(action: Action) -> Values:
@@ -44,7 +40,7 @@ class Kind(NamedTuple):
 
 
 def _kind(action: Action) -> Kind | None:
-    """See `Readers.kind`."""
+    """What an elementwise or reducing action is; None for all others."""
     if not isinstance(action, Bind | Structural) or not action.results:
         return None
     if isinstance(action, Structural) and action.kind != "jit":
@@ -82,12 +78,11 @@ class Readers:
         self.wide = {plan.results[place].number for place in results.wide}
         # Elementwise actions whose results only readers in float32 have.
         self.unrounded: set[Action] = set()
+        self.kind = cache(_kind)
         self._of = of
-        self._kinds: dict[Action, Kind | None] = {}
         self._counts: Counter[int] = Counter()
-        for step in reversed(plan.steps):
-            for action in reversed(step.actions):
-                self._add(action)
+        for action in reversed(plan.actions):
+            self._add(action)
         self.inputs = self.reading(plan.inputs)
 
     def reading(self, values: Values) -> Reading:
@@ -99,12 +94,6 @@ class Readers:
         )
         return Reading(low, wide)
 
-    def kind(self, action: Action) -> Kind | None:
-        """What an elementwise or reducing action is; None for all others."""
-        if action not in self._kinds:
-            self._kinds[action] = _kind(action)
-        return self._kinds[action]
-
     def alone(self, value: Value) -> bool:
         """Whether one action only reads a value."""
         return self._counts[value.number] == 1
@@ -115,7 +104,7 @@ class Readers:
         if isinstance(action, Float32Call):
             self.wide |= lows
         elif isinstance(action, Cast):
-            widens = action.results[0].dtype == FLOAT32
+            widens = action.dtype == FLOAT32
             (self.wide if widens else self.low).update(lows)
         elif isinstance(action, Bind | Structural):
             self._add_equation(action, lows)

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes, _primitives
-from jamp._dtypes import DType
+from jamp._dtypes import FLOAT32, DType
 from jamp._equations import contracted
 from jamp._policy.functions import Function
 from jamp._policy.rules import Rule
@@ -54,19 +54,19 @@ class Ruling(NamedTuple):
     @property
     def source(self) -> str:
         """Where the rule came from, for people to read."""
-        if self.origin is Origin.REGION:
-            return "region with enabled=False"
-        if self.origin is Origin.DEFAULT:
-            return f"{self.label} is unknown to {self.policy}"
-        if self.origin is Origin.OPAQUE:
-            if self.entry in _primitives.MATMULS:
-                return "precision asked for in the program"
-            return f"{self.label} runs only in the dtypes it was traced in"
-        if self.origin is Origin.ELEMENTWISE:
-            return f"{self.label} that adds nothing up is elementwise"
-        if self.origin is Origin.TABLE:
-            return "made of iota and literals alone"
-        return f"{self.label} in {self.policy}"
+        if self.origin is Origin.OPAQUE and self.entry in _primitives.MATMULS:
+            return "precision asked for in the program"
+        words = _SOURCES.get(self.origin, "{0.label} in {0.policy}")
+        return words.format(self)
+
+
+_SOURCES = {
+    Origin.REGION: "region with enabled=False",
+    Origin.DEFAULT: "{0.label} is unknown to {0.policy}",
+    Origin.OPAQUE: "{0.label} runs only in the dtypes it was traced in",
+    Origin.ELEMENTWISE: "{0.label} that adds nothing up is elementwise",
+    Origin.TABLE: "made of iota and literals alone",
+}
 
 
 class Conversion(NamedTuple):
@@ -84,6 +84,8 @@ class Record:
     results: tuple[Any, ...] = ()  # dtypes of its results, as computed
     returns: tuple[Any, ...] = ()  # in which they leave the listed function around it
     casts: list[Conversion] = field(default_factory=list)  # conversions inserted for it
+    # Records of the programs that it holds; one that is called often has them once.
+    inner: list[list[Record]] = field(default_factory=list)
     caller: JaxprEqn | None = None  # what calls the inner program that holds it
 
     @property
@@ -105,7 +107,11 @@ class Record:
 
     @property
     def flops(self) -> float:
-        return flops(self.eqn) if self.is_product else 0.0
+        if not self.is_product:
+            return 0.0
+        sizes = [*_dtypes.shape_of(self.eqn.outvars[0]), *contracted(self.eqn)]
+        known = all(isinstance(size, int) for size in sizes)
+        return float(2 * math.prod(sizes)) if known else 0.0
 
     @property
     def low(self) -> bool:
@@ -114,27 +120,22 @@ class Record:
         return bool(floats) and all(d in _dtypes.LOW_DTYPES for d in floats)
 
 
-@dataclass(slots=True)
-class InnerRecords:
-    """Records of an inner program, which stands in the outer one as one equation."""
-
-    eqn: JaxprEqn
-    entries: list[Record | InnerRecords]
-
-
-Entry = Record | InnerRecords
+def with_inner(records: Iterable[Record]) -> Iterator[Record]:
+    """Some records, each followed by those of the programs that it holds."""
+    for record in records:
+        yield record
+        for inner in record.inner:
+            yield from with_inner(inner)
 
 
-def originals(entries: list[Entry]) -> Iterator[Record]:
-    """The records themselves; those of inner programs serve every call of them."""
-    for entry in entries:
-        if isinstance(entry, InnerRecords):
-            yield from originals(entry.entries)
-        else:
-            yield entry
-
-
-def flops(eqn: JaxprEqn) -> float:
-    sizes = [*_dtypes.shape_of(eqn.outvars[0]), *contracted(eqn)]
-    known = all(isinstance(size, int) for size in sizes)
-    return float(2 * math.prod(sizes)) if known else 0.0
+def in_float32(record: Record) -> Record:
+    """The record of an equation that runs in float32; its results leave as before."""
+    operands, results = (
+        tuple(FLOAT32 if dtype in _dtypes.LOW_DTYPES else dtype for dtype in dtypes)
+        for dtypes in (record.operands, record.results)
+    )
+    inner = [list(map(in_float32, records)) for records in record.inner]
+    returns = record.returns or record.results
+    return replace(
+        record, operands=operands, results=results, returns=returns, inner=inner
+    )

@@ -5,10 +5,9 @@ is traced, planned and run when it is differentiated or batched, by
 `jamp._emit.programs`: not before, because a function need not have one that works.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import accumulate
-from types import MappingProxyType
 from typing import Any
 
 from jamp import _dtypes, _primitives
@@ -26,9 +25,7 @@ from jamp._tracing.regions import holds_region
 
 StructuralRule = Callable[[Equation], list[Value]]
 
-_rules: dict[str, StructuralRule] = {}
-
-STRUCTURAL: Mapping[str, StructuralRule] = MappingProxyType(_rules)
+STRUCTURAL: dict[str, StructuralRule] = {}
 
 
 def structural(*names: str) -> Callable[[StructuralRule], StructuralRule]:
@@ -36,61 +33,56 @@ def structural(*names: str) -> Callable[[StructuralRule], StructuralRule]:
 
     def register(rule: StructuralRule) -> StructuralRule:
         for name in names:
-            if name in _rules:
-                raise ValueError(
-                    f"{name} has a rule already: {_rules[name].__qualname__}"
-                )
-            _rules[name] = rule
+            if name in STRUCTURAL:
+                known = STRUCTURAL[name].__qualname__
+                raise ValueError(f"{name} has a rule already: {known}")
+            STRUCTURAL[name] = rule
         return rule
 
     return register
 
 
-@structural("jit")
+@structural("jit", "remat2")
 def plan_jit(equation: Equation) -> list[Value]:
-    """Plans a jitted function; it keeps its name, donation, inlining and shardings."""
+    """Plans a jitted or checkpointed function, which keeps its parameters.
+
+    What is checkpointed recomputes in the dtypes of the first run.
+    """
     operands = [value.kept for value in equation.operands]
-    slots = range(len(operands))
-    inner = equation.inner(equation.eqn.params["jaxpr"], operands, hoisted=slots)
+    hoisted = range(len(operands) if equation.eqn.primitive.name == "jit" else 0)
+    inner = equation.inner(equation.eqn.params["jaxpr"], operands, hoisted)
     inner.results = [value.kept for value in inner.results]
     extras = equation.extras(operands, inner)
-    return _seen(equation, equation.calling(inner, [*operands, *extras]))
-
-
-def _seen(equation: Equation, results: Values) -> list[Value]:
-    """What readers see of results, some of which are a loop's sums in float32."""
-
-    def seen(value: Value) -> Value:
-        low = value.traits.sums
-        if low is None or not value.is_kept:
-            return value
-        return value.seen(equation.caster.cast(value, low, rounds=True))
-
-    return list(map(seen, results))
+    return equation.calling(inner, [*operands, *extras])
 
 
 @structural("call", "closed_call", "eval_jaxpr", "remat_opt")
 def plan_call(equation: Equation) -> list[Value]:
     params = equation.eqn.params
     program = closed(params["call_jaxpr" if "call_jaxpr" in params else "fwd_jaxpr"])
-    equation.note_operands()
+    equation.note()
+    caster = equation.caster
     return equation.plan_inline(
-        program, equation.operands, equation.context, equation.plan
+        program, equation.operands, equation.context, caster.plan, caster.source
     )
 
 
 @structural("shard_map")
 def plan_shard_map(equation: Equation) -> list[Value]:
     program = closed(equation.eqn.params["jaxpr"])
-    shards = [
-        Value.of(aval, value.dtype, Traits(data=value.traits.data))
-        for aval, value in zip(program.in_avals, equation.operands, strict=True)
-    ]
-    inner = equation.inner(program, shards)
+    inner = equation.inner(program, _parts(program.in_avals, equation.operands))
     equation.note(inner)
     if not inner.changed:
         return equation.as_traced()
     return equation.add([inner], inner.dtypes)
+
+
+def _parts(avals: Iterable[Any], values: Values) -> list[Value]:
+    """Parts of arrays, of which less is known."""
+    return [
+        Value.of(aval, value.dtype, Traits(data=value.traits.data))
+        for aval, value in zip(avals, values, strict=True)
+    ]
 
 
 @structural("all_gather", "all_gather_invariant")
@@ -99,7 +91,7 @@ def plan_all_gather(equation: Equation) -> list[Value]:
     (value,), rule = equation.operands, equation.caster.record.ruling.rule
     if equation.context.linear or not value.low or rule is not Rule.PROMOTE:
         return plan_plain(equation)
-    equation.note_operands()
+    equation.note()
     equation.plan.changed = True
     return equation.add([], [value.dtype])
 
@@ -111,11 +103,7 @@ def plan_scan(equation: Equation) -> list[Value]:
     num_consts, num_carry = scan_counts(params)
     consts, carry = operands[:num_consts], operands[num_consts:][:num_carry]
     slices = operands[num_consts + num_carry :]
-    avals = params["jaxpr"].in_avals[num_consts + num_carry :]
-    sliced = [
-        Value.of(aval, value.dtype, Traits(data=value.traits.data))
-        for aval, value in zip(avals, slices, strict=True)
-    ]
+    sliced = _parts(params["jaxpr"].in_avals[num_consts + num_carry :], slices)
     # A cast that is made elsewhere has no transpose.
     hoisted = range(0 if equation.context.linear else num_consts)
 
@@ -134,13 +122,13 @@ def plan_scan(equation: Equation) -> list[Value]:
     _note_casts(equation, inner, settled)
     extras = equation.extras(consts, inner)
     sums = [Traits(sums=value.traits.sums) for value in inner.results[:num_carry]]
-    results = equation.add(
+    carried = map(equation.caster.cast, carry, settled)
+    return equation.add(
         [inner],
         [*settled, *inner.dtypes[num_carry:]],
-        [*consts, *_in_dtypes(equation, carry, settled), *slices, *extras],
+        [*consts, *carried, *slices, *extras],
         [*sums, *(Traits() for _ in inner.results[num_carry:])],
     )
-    return _seen(equation, results)
 
 
 @structural("while")
@@ -162,13 +150,13 @@ def plan_while(equation: Equation) -> list[Value]:
         return equation.as_traced()
     extras = equation.extras(body_consts, inner)
     _note_casts(equation, inner, settled)
-    results = equation.add(
+    carried = map(equation.caster.cast, carry, settled)
+    return equation.add(
         [test, inner],
         settled,
-        [*cond_consts, *body_consts, *_in_dtypes(equation, carry, settled), *extras],
+        [*cond_consts, *body_consts, *carried, *extras],
         [Traits(sums=value.traits.sums) for value in inner.results],
     )
-    return _seen(equation, results)
 
 
 @structural("cond")
@@ -194,7 +182,7 @@ def plan_cond(equation: Equation) -> list[Value]:
     for options in zip(*(branch.results for branch in branches), strict=True):
         sums = [v.traits.sums for v in options if v.number not in given]
         traits.append(Traits(data=True, sums=next(filter(None, sums), None)))
-    return _seen(equation, equation.add(branches, dtypes, [index, *inputs], traits))
+    return equation.add(branches, dtypes, [index, *inputs], traits)
 
 
 def _note_casts(equation: Equation, inner: Plan, dtypes: Iterable[Any]) -> None:
@@ -204,13 +192,6 @@ def _note_casts(equation: Equation, inner: Plan, dtypes: Iterable[Any]) -> None:
         for value, dtype in zip(inner.results, dtypes, strict=False)
         if value.dtype != dtype
     ]
-
-
-def _in_dtypes(
-    equation: Equation, values: Values, dtypes: Sequence[Any]
-) -> list[Value]:
-    pairs = zip(values, dtypes, strict=True)
-    return [equation.caster.cast(value, dtype) for value, dtype in pairs]
 
 
 def _meet(dtypes: Sequence[Any]) -> Any:
@@ -268,28 +249,15 @@ def _carried(carry: Values, dtypes: Sequence[Any]) -> list[Value]:
     return [Value.of(value.aval, dtype, Traits(data=True)) for value, dtype in pairs]
 
 
-@structural("custom_jvp_call")
-def plan_custom_jvp(equation: Equation) -> list[Value]:
-    inner = equation.inner(equation.eqn.params["call_jaxpr"], equation.operands)
-    return equation.calling(inner, changed=inner.changed or _changes_rule(equation))
-
-
-@structural("custom_vjp_call", "custom_vmap_call")
+@structural("custom_jvp_call", "custom_vjp_call", "custom_vmap_call")
 def plan_custom_call(equation: Equation) -> list[Value]:
     """Plans a function whose rules are kept and run under the same policy."""
-    held = _primitives.CALLS[equation.eqn.primitive.name]
-    inner = equation.inner(equation.eqn.params[held], equation.operands)
-    # Whether its rules would change is known only once JAX asks for them.
-    return equation.calling(inner, changed=True)
-
-
-@structural("remat2")
-def plan_checkpoint(equation: Equation) -> list[Value]:
-    """Plans a checkpointed function; it recomputes in the dtypes of the first run."""
-    operands = [value.kept for value in equation.operands]
-    inner = equation.inner(equation.eqn.params["jaxpr"], operands)
-    inner.results = [value.kept for value in inner.results]
-    return _seen(equation, equation.calling(inner, operands))
+    name = equation.eqn.primitive.name
+    program = equation.eqn.params[_primitives.CALLS[name]]
+    inner = equation.inner(program, equation.operands)
+    # Whether other rules would change is known only once JAX asks for them.
+    changed = name != "custom_jvp_call" or inner.changed or _changes_rule(equation)
+    return equation.calling(inner, changed=changed)
 
 
 @structural("call_hi_primitive")

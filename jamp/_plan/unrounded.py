@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple, cast
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jamp._dtypes import FLOAT32
-from jamp._plan.groups import Bound, Group, Source, with_shared_casts
+from jamp._plan.groups import Bound, Group, casts_of, with_shared_casts
 from jamp._plan.listed_calls import is_cheap
 from jamp._plan.plan import (
     Action,
@@ -29,11 +30,10 @@ from jamp._plan.plan import (
     Cast,
     Float32Call,
     Plan,
-    Step,
     Structural,
 )
-from jamp._plan.readers import Kind, Readers, Reading, all_low, taken
-from jamp._plan.rewritten_records import RewrittenRecords
+from jamp._plan.readers import Kind, Readers, Reading, taken
+from jamp._plan.records import Conversion, Record, in_float32
 from jamp._plan.values import Value, Values
 
 
@@ -72,7 +72,8 @@ class _Variants:
 
     def plan(self, plan: Plan) -> Plan:
         """A plan of which nothing is known outside."""
-        return self.variant(plan, all_low(plan), frozenset()).plan
+        results = Reading(frozenset(range(len(plan.results))), frozenset())
+        return self.variant(plan, results, frozenset()).plan
 
 
 class _Writer:
@@ -83,13 +84,14 @@ class _Writer:
         self._results = results
         self._variants = variants
         self._readers = variants.readers(plan, results)
-        self._items: dict[Action | Group, Source] = {}
+        # Each once, in order, without values.
+        self._items: dict[Action | Group, None] = {}
         # Casts and broadcasts that nothing has read yet, by the number of their result.
-        self._prepared: dict[int, tuple[Action, Source]] = {}
+        self._prepared: dict[int, Action] = {}
         # Of 16-bit values, by number: the float32 that they were rounded from, or what
         # would make it.
         self._wide: dict[int, Value] = {}
-        self._exact: dict[int, tuple[Bind, Source]] = {}
+        self._exact: dict[int, Bind] = {}
         # Of float32 values, by number: what is read in their place, and the 16-bit
         # values that they are casts of.
         self._instead: dict[int, Value] = {}
@@ -99,15 +101,14 @@ class _Writer:
         # Groups by the numbers of what they make, and of the 16 bits that they take.
         self._making: dict[int, Group] = {}
         self._taking: dict[int, Group] = {}
-        self._records = RewrittenRecords(plan.entries)
+        self._records = {id(found): replace(found) for found in plan.records}
 
     def variant(self, wide: frozenset[int]) -> Variant:
         inputs = list(self._plan.inputs)
         for place in wide:
-            inputs[place] = self._given(inputs[place], self._plan.steps[0].source)
-        for step in self._plan.steps:
-            for action in step.actions:
-                self._write(action, step.source)
+            inputs[place] = self._given(inputs[place])
+        for action in self._plan.actions:
+            self._write(action)
         outs = [self._instead.get(v.number, v) for v in self._plan.results]
         given = frozenset(p for p in self._results.wide if self._at_hand(outs[p]))
         # What nobody reads outside is there in one dtype, whichever it is.
@@ -117,28 +118,28 @@ class _Writer:
             if place in given:
                 outs[place] = self._float32(value)
             self._make(outs[place])
-        steps = self._steps(outs)
-        entries = self._records.rewritten()
+        actions = self._written(outs)
+        records = self._with_casts(actions)
         plan = replace(
-            self._plan, inputs=inputs, results=outs, steps=steps, entries=entries
+            self._plan, inputs=inputs, results=outs, actions=actions, records=records
         )
         return Variant(plan, given)
 
-    def _given(self, value: Value, source: Source) -> Value:
+    def _given(self, value: Value) -> Value:
         """What is given in float32 in place of a 16-bit value."""
         wide = self._wide[value.number] = Value.of(value.aval, FLOAT32)
-        self._prepare(Cast((wide,), (value,), None, rounds=True), source)
+        self._prepare(Cast((wide,), (value,), None, rounds=True))
         return wide
 
-    def _prepare(self, action: Action, source: Source) -> None:
+    def _prepare(self, action: Action) -> None:
         """Keeps a cast or a broadcast until something reads it."""
-        self._prepared[action.results[0].number] = action, source
+        self._prepared[action.results[0].number] = action
 
     def _make(self, value: Value) -> Value:
         """A value that is read as it is, with what was prepared for it."""
         value = self._instead.get(value.number, value)
         if value.number in self._prepared:
-            self._keep(*self._prepared.pop(value.number))
+            self._keep(self._prepared.pop(value.number))
         return value
 
     def _at_hand(self, value: Value) -> bool:
@@ -148,35 +149,35 @@ class _Writer:
     def _float32(self, value: Value) -> Value:
         """The float32 that a 16-bit value was rounded from."""
         if value.number not in self._wide:
-            self._take(*self._exact.pop(value.number))
+            self._take(self._exact.pop(value.number))
         return self._wide[value.number]
 
-    def _write(self, action: Action, source: Source) -> None:
+    def _write(self, action: Action) -> None:
         if isinstance(action, Float32Call):
-            self._call(action, source)
+            self._call(action)
         elif isinstance(action, Cast):
-            self._cast(action, source)
+            self._cast(action)
         elif isinstance(action, Bind | Structural) and self._runs_wide(action):
-            self._take(action, source)
+            self._take(action)
         elif isinstance(action, Structural):
-            self._structural(action, source)
+            self._structural(action)
         elif isinstance(action, Broadcast):
-            self._prepare(action, source)
+            self._prepare(action)
         else:
-            self._write_as_it_is(action, source)
+            self._write_as_it_is(action)
 
-    def _write_as_it_is(self, action: Action, source: Source) -> None:
+    def _write_as_it_is(self, action: Action) -> None:
         found = self._readers.kind(action)
         if isinstance(action, Bind) and found is not None and found.exact:
             (result, *_), name = action.results, action.eqn.primitive.name
             if not found.low and all(map(self._is_moved, action.read)):
                 self._moved.add(result.number)
             if not found.low and name == "broadcast_in_dim":
-                self._prepare(action, source)
+                self._prepare(action)
                 return
             if found.low and any(map(self._at_hand, action.read)):
-                self._exact[result.number] = action, source
-        self._keep(action, source)
+                self._exact[result.number] = action
+        self._keep(action)
 
     def _runs_wide(self, action: Bind | Structural) -> bool:
         """Whether an elementwise action runs in a float32 call from now on."""
@@ -210,8 +211,7 @@ class _Writer:
 
     def _is_view(self, value: Value) -> bool:
         """Whether it repeats another value, as calls that read it do themselves."""
-        action, _ = self._prepared.get(value.number, (None, ()))
-        return isinstance(action, Bind)
+        return isinstance(self._prepared.get(value.number), Bind)
 
     def _is_moved(self, value: Value) -> bool:
         """Whether a value, in whatever dtype, holds 16 bits that were not rounded."""
@@ -236,12 +236,12 @@ class _Writer:
             return self._float32(entering)
         return entering if self._is_view(entering) else self._make(entering)
 
-    def _take(self, action: Bind | Structural, source: Source) -> None:
+    def _take(self, action: Bind | Structural) -> None:
         """Makes an elementwise action a part of a float32 call."""
         eqns, read = self._with_views(action.eqn, taken(action))
         found = self._readers.kind(action)
         assert found is not None  # noqa: S101 - only what has a kind is taken
-        group = Group(source, action.device_type, action.caster)
+        group = Group(action.caster)
         sharing = (self._making, self._taking) if found.low else (self._making,)
         self._join(group, read, sharing)
         made = []
@@ -250,11 +250,13 @@ class _Writer:
             if value.low:
                 wide = self._wide[value.number] = Value.of(var.aval, FLOAT32)
                 if value.number in self._readers.low:
-                    group.narrowed[wide.number] = value, action.caster
+                    group.narrowed[wide.number] = Cast((wide,), (value,), action.caster)
             made.append((var, wide))
         group.add(eqns, read, made)
         self._register(group)
-        self._records.take(action, low=found.low)
+        if found.low or isinstance(action, Structural):
+            record = id(action.caster.record)
+            self._records[record] = in_float32(self._records[record])
 
     def _with_views(
         self, eqn: JaxprEqn, values: Values
@@ -266,7 +268,7 @@ class _Writer:
                 continue
             value = self._taken(value)
             if self._is_view(value):
-                view = cast(Bind, self._prepared[value.number][0])
+                view = cast(Bind, self._prepared[value.number])
                 made, found = self._with_views(view.eqn, view.read)
                 eqns += made
                 read += found
@@ -274,12 +276,12 @@ class _Writer:
                 read.append((var, value))
         return [*eqns, eqn], read
 
-    def _call(self, action: Float32Call, source: Source) -> None:
+    def _call(self, action: Float32Call) -> None:
         """Writes a float32 call, which takes what is at hand in float32 as it is."""
         cheap = is_cheap(action.eqns)
         values = map(self._taken, action.operands) if cheap else action.operands
         read = list(zip(action.invars, map(self._make, values), strict=True))
-        group = Group(source, action.device_type, action.caster, grows=cheap)
+        group = Group(action.caster, grows=cheap)
         self._join(group, read, (self._making,) if cheap else ())
         group.add(action.eqns, read, zip(action.outvars, action.results, strict=True))
         self._register(group)
@@ -294,7 +296,7 @@ class _Writer:
                 del self._items[found]
                 group.absorb(found)
         self._read(numbers)
-        self._items[group] = group.source
+        self._items[group] = None
 
     def _read(self, numbers: Iterable[int]) -> None:
         """What makes a value that is read elsewhere does not grow any more."""
@@ -304,12 +306,12 @@ class _Writer:
 
     def _register(self, group: Group) -> None:
         self._making.update(dict.fromkeys(group.made, group))
-        narrowed = {value.number for value, _ in group.narrowed.values()}
+        narrowed = (cast.results[0].number for cast in group.narrowed.values())
         self._making.update(dict.fromkeys(narrowed, group))
         lows = [n for n, (_, value) in group.inputs.items() if value.low]
         self._taking.update(dict.fromkeys(lows, group))
 
-    def _cast(self, action: Cast, source: Source) -> None:
+    def _cast(self, action: Cast) -> None:
         (value,), (result,) = action.operands, action.results
         value = self._instead.get(value.number, value)
         if value.low and result.dtype == FLOAT32:
@@ -323,15 +325,15 @@ class _Writer:
         made = group.made if group is not None and result.low else {}
         if group and value.number in made and value.number not in group.narrowed:
             # Its gradient enters the call in 16 bits.
-            group.narrowed[value.number] = result, action.caster
+            group.narrowed[value.number] = action
             self._making[result.number] = group
         else:
-            self._prepare(action, source)
+            self._prepare(action)
 
-    def _structural(self, action: Structural, source: Source) -> None:
+    def _structural(self, action: Structural) -> None:
         if action.kind != "jit":
             plans = [self._variants.plan(plan) for plan in action.plans]
-            self._keep(self._with_plans(action, plans), source)
+            self._keep(self._with_plans(action, plans))
             return
         (inner,) = action.plans
         results = self._readers.reading(action.results)
@@ -347,41 +349,48 @@ class _Writer:
         made = [
             Value.of(v.aval, FLOAT32) if p in given else v for p, v in enumerate(outs)
         ]
-        self._keep(replace(written, results=made), source)
+        self._keep(replace(written, results=made))
         for place in given:
             self._wide[outs[place].number] = made[place]
-            narrow = Cast((made[place],), (outs[place],), action.caster, True)
-            self._prepare(narrow, source)
+            self._prepare(Cast((made[place],), (outs[place],), action.caster, True))
 
     def _with_plans(self, action: Structural, plans: Sequence[Plan]) -> Structural:
-        for old, new in zip(action.plans, plans, strict=True):
-            self._records.replace(action, old, new)
+        record = self._records[id(action.caster.record)]
+        record.inner = [plan.records for plan in plans]
         return replace(action, plans=plans)
 
-    def _keep(self, action: Action, source: Source) -> None:
+    def _keep(self, action: Action) -> None:
         """Writes an action as it is, with what is now read in place of its operands."""
         operands = list(map(self._make, action.operands))
         self._read(value.number for value in operands)
         if operands != list(action.operands):
             action = replace(action, operands=operands)
-        self._items[action] = source
+        self._items[action] = None
 
-    def _steps(self, results: Sequence[Value]) -> list[Step]:
+    def _written(self, results: Sequence[Value]) -> list[Action]:
         """What was written, but for calls and moved values that nobody reads."""
         read = {value.number for value in results}
-        kept: list[tuple[Source, Action]] = []
-        for item, source in reversed(self._items.items()):
+        kept: list[Action] = []
+        for item in reversed(self._items):
             action = item.action(read) if isinstance(item, Group) else item
             made = {value.number for value in action.results}
             spared = isinstance(item, Group) or not made.isdisjoint(self._wide)
             if spared and made.isdisjoint(read):
                 continue
-            self._records.cast_by(item, action)
             read.update(value.number for value in action.operands)
-            kept.append((source, action))
-        steps: list[Step] = []
-        for source, action in with_shared_casts(kept[::-1], self._records.cast):
-            if not steps or steps[-1].source is not source:
-                steps.append(Step(source))
-            steps[-1].actions.append(action)
-        return steps
+            kept.append(action)
+        return list(with_shared_casts(kept[::-1]))
+
+    def _with_casts(self, actions: Sequence[Action]) -> list[Record]:
+        """The records, with the casts that actions make."""
+        records = self._records
+        casts: dict[int, list[Conversion]] = {record: [] for record in records}
+        for made in chain.from_iterable(map(casts_of, actions)):
+            # What is cast for no equation counts with the first.
+            record = id(made.caster.record) if made.caster else next(iter(records))
+            (value,), dtype = made.operands, made.dtype
+            casts[record].append(Conversion(value.dtype, dtype, value.aval.shape))
+        return [
+            replace(found, casts=casts[record] + found.casts)
+            for record, found in records.items()
+        ]
