@@ -26,7 +26,6 @@ from jamp._equations import bind, constants
 from jamp._errors import AutocastError
 from jamp._plan.derivative_rules import (
     VjpRules,
-    call_of,
     differentiable,
     trace_jvp,
     zero_results,
@@ -290,7 +289,7 @@ def emit_custom_vmap(emitter: Emitter, action: Structural, arrays: Arrays) -> Ar
             jax.ShapeDtypeStruct(array.shape, _dtypes.dtype_of(var))
             for array, var in zip(arrays, eqn.invars, strict=True)
         ]
-        by_rule = jax.vmap(call_of(eqn), in_axes=axes, axis_size=size)
+        by_rule = jax.vmap(lambda *taken: bind(eqn, taken), axes, axis_size=size)
         program = make_jaxpr(by_rule, context.region)(*avals)
         outs = _run_rule(plan_for(program, arrays, context), arrays, inner.dtypes)
         return outs, (True,) * len(outs)

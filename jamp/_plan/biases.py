@@ -37,11 +37,7 @@ def free_dims(
 ) -> tuple[Dims, ...]:
     """For each weight that a product multiplies, along which dimensions a bias varies.
 
-    Args:
-      eqn: the product.
-      operands: what it multiplies.
-      inputs: what the program around it takes.
-      layer: whether a listed layer computes it, whose weight may have 16 bits.
+    The weight of a listed layer may have 16 bits; others are of the program's inputs.
     """
     factors = operands[:2]
     weights = [layer or not value.traits.data for value in factors]
@@ -78,13 +74,7 @@ def _is_given(value: Value, inputs: Values) -> bool:
 
 
 def moved(eqn: JaxprEqn, dims: Dims, new: bool) -> Dims:
-    """Where some dimensions of what an equation moves are in its result.
-
-    Args:
-      eqn: an equation of `MOVEMENT`.
-      dims: dimensions of its first operand.
-      new: whether dimensions that it adds are among them too.
-    """
+    """Where some dimensions of what an equation moves, and new ones, are after it."""
     before, after = map(_dtypes.shape_of, (eqn.invars[0], eqn.outvars[0]))
     name = eqn.primitive.name
     if name in ("reshape", "squeeze"):

@@ -20,10 +20,6 @@ from jamp._tracing.regions import Options
 from jamp._tracing.trace import with_arrays
 
 
-def call_of(eqn: JaxprEqn) -> Callable[..., list[Any]]:
-    return lambda *arrays: bind(eqn, arrays)
-
-
 def differentiable(eqn: JaxprEqn) -> list[int]:
     """Operands of an equation that have tangents."""
     dtypes = map(_dtypes.dtype_of, eqn.invars)
@@ -35,13 +31,7 @@ def differentiable(eqn: JaxprEqn) -> list[int]:
 def trace_jvp(
     eqn: JaxprEqn, options: Options, slots: Sequence[int] | None = None
 ) -> Any:
-    """The program of the results and tangents.
-
-    Args:
-      eqn: the equation.
-      options: the options in force.
-      slots: the operands that have tangents; by default all that can have some.
-    """
+    """The program of the results and tangents, for the operands that have some."""
     found = differentiable(eqn) if slots is None else slots
     avals = [var.aval for var in eqn.invars]
 

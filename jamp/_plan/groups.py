@@ -13,7 +13,7 @@ from jamp._plan.plan import Action, Cast, Caster, Float32Call
 from jamp._plan.values import Value
 
 # Variables of the traced program, and the values that they have.
-Bound = Iterable[tuple[Var, Value]]
+Bound = Sequence[tuple[Var, Value]]
 
 
 @dataclass(eq=False)
@@ -61,7 +61,7 @@ class Group:
 
     def absorb(self, group: Group) -> None:
         """Adds another group, which reads nothing of this one."""
-        self.add(group.eqns, group.inputs.values(), group.made.values())
+        self.add(group.eqns, [*group.inputs.values()], [*group.made.values()])
         self.narrowed.update(group.narrowed)
 
     def action(self, read: Collection[int]) -> Float32Call:

@@ -58,9 +58,10 @@ class ListedCall:
         return [var for var in read if var not in made]
 
     @cached_property
-    def outvars(self) -> list[Any]:
-        made = (var for eqn in self.eqns for var in eqn.outvars)
-        return [var for var in made if self.env.used_from(var, self.stop)]
+    def outvars(self) -> dict[Any, JaxprEqn]:
+        """The variables that are read after it, and the equations that make them."""
+        made = ((var, eqn) for eqn in self.eqns for var in eqn.outvars)
+        return {v: eqn for v, eqn in made if self.env.used_from(v, self.stop)}
 
     @cached_property
     def entered(self) -> dict[Any, Value]:
@@ -85,26 +86,24 @@ class ListedCall:
         sources = self.sources.get(var)
         if rule not in (Rule.FLOAT32, Rule.INTERNAL_FLOAT32) or not sources:
             return dtype
-        traced = var.aval.dtype
+        traced: DType = var.aval.dtype
         if (
             traced not in {source.aval.dtype for source in self.entered}
             and _dtypes.eligible(traced)
             and self.function not in policy.activation_results
         ):
             # The user named a dtype, as in softmax(x, dtype=...).
-            named: DType = traced
-            return named
+            return traced
         values = self.entered
         rank = max(map(_rank, values.values()))
         # A scalar promotes nothing, and a full reduction need not be rounded.
         if rule is Rule.FLOAT32 or var.aval.ndim == 0 < rank[1]:
             return FLOAT32
-        for source in sources:
-            state = values[source]
-            same = _rank(state) < rank and state.aval.shape == var.aval.shape
-            if same and state.dtype == FLOAT32:
-                # Running statistics and the like are state, and keep their float32.
-                return FLOAT32
+        # Running statistics and the like are state, and keep their float32.
+        states = (values[v] for v in sources if _rank(values[v]) < rank)
+        shape = var.aval.shape
+        if any(v.dtype == FLOAT32 and v.aval.shape == shape for v in states):
+            return FLOAT32
         return _dtypes.widest(v.dtype for v in values.values() if _rank(v) == rank)
 
 
@@ -119,15 +118,13 @@ def plan_listed_call(call: ListedCall) -> None:
     forced = Rule.FLOAT32 if rule is Rule.INTERNAL_FLOAT32 else rule
     inner = call.context._replace(inside=call.context.inside | {call.function})
     first = len(env.plan.records)
-    if call.function.elementwise and not _is_elementwise(eqns):
+    products = (e for e in nested(eqns) if e.primitive.name in _primitives.MATMULS)
+    asked = rule is Rule.LOWER and any(map(explicit_precision, products))
+    if asked or (call.function.elementwise and not _is_elementwise(eqns)):
         call.plan_inside(env, inner)
         return
     enter = call.caster(Record(eqns[0], call.ruling, ()), eqns[0])
     if rule is Rule.LOWER:
-        products = (e for e in nested(eqns) if e.primitive.name in _primitives.MATMULS)
-        if any(map(explicit_precision, products)):
-            call.plan_inside(env, inner)
-            return
         call.plan_inside(env.overlay(_lowered(call.entered, enter)), inner)
     elif forced is Rule.FLOAT32 and runs_in_float32(eqns):
         _plan_in_float32(call, enter)
@@ -199,7 +196,7 @@ def _plan_in_float32(call: ListedCall, enter: Caster) -> None:
             enter,
             call.eqns,
             call.invars,
-            call.outvars,
+            list(call.outvars),
             (None,) * len(results),
         )
     )
@@ -224,19 +221,14 @@ def _settle(call: ListedCall, record: Record) -> None:
     """Brings what leaves a call to the dtype that its rule promises."""
     unsafe = call.options.policy.unsafe
     probability = any(call.function.name in found.of for found in unsafe)
-    for eqn in call.eqns:
-        for var in eqn.outvars:
-            if not call.env.used_from(var, call.stop):
-                continue
-            value = call.env.read(var)
-            if not value.eligible or value.follows:
-                continue
-            dtype = call.leaving_dtype(var, value.dtype)
-            # A dtype that the user named is not a rule's.
-            rounds = _dtypes.dtype_of(var) == FLOAT32
-            settled = call.caster(record, eqn).cast(value, dtype, rounds=rounds)
-            if probability:
-                rounded = dtype if dtype in _dtypes.LOW_DTYPES else None
-                known = settled.traits._replace(probability=True, rounded=rounded)
-                settled = settled.knowing(known)
-            call.env.bind([var], [settled])
+    for var, eqn in call.outvars.items():
+        value = call.env.read(var)
+        if not value.eligible or value.follows:
+            continue
+        dtype = call.leaving_dtype(var, value.dtype)
+        # A dtype that the user named is not a rule's.
+        rounds = _dtypes.dtype_of(var) == FLOAT32
+        settled = call.caster(record, eqn).cast(value, dtype, rounds=rounds)
+        if probability:
+            settled = settled.knowing(probability=True, rounded=None)
+        call.env.bind([var], [settled])

@@ -44,9 +44,15 @@ def choose(rule: Rule, eqn: JaxprEqn, operands: Values, low: DType) -> Dtypes:
         return Dtypes(floating)
     if rule is Rule.PROMOTE:
         found = _promote(eqn, operands)
-        return _summed(found, floating, operands) if _adds_up(eqn, operands) else found
+        if not _adds_up(eqn, operands):
+            return found
+        # In float32, so that what is added up is rounded once.
+        used = [dtype for dtype in found.operands if dtype is not None]
+        own = tuple([value.dtype for value in operands])
+        rounded = found.results or (_dtypes.widest(used),) if used else own
+        return Dtypes(floating, rounded)
     dtype = low if rule is Rule.LOWER else FLOAT32
-    if any(_destroyed(value, dtype) for value in operands):
+    if any(destroyed(value, dtype) for value in operands):
         dtype = FLOAT32
     rounds = rule is Rule.INTERNAL_FLOAT32
     results = (_activation(operands),) * len(eqn.outvars) if rounds else ()
@@ -95,14 +101,6 @@ def _carried_sum(eqn: JaxprEqn, operands: Values) -> DType | None:
     return next(filter(None, (value.traits.sums for value in operands)), None)
 
 
-def _summed(dtypes: Dtypes, floating: Any, operands: Values) -> Dtypes:
-    """The same in float32, so that what is added up is rounded once."""
-    used = [dtype for dtype in dtypes.operands if dtype is not None]
-    own = tuple([value.dtype for value in operands])
-    results = dtypes.results or (_dtypes.widest(used),) if used else own
-    return Dtypes(floating, results)
-
-
 def _activation(operands: Values) -> DType | None:
     """The widest dtype among the operands of the highest rank."""
     floats = [v for v in operands if v.eligible and not v.follows]
@@ -125,18 +123,13 @@ def _promote(eqn: JaxprEqn, operands: Values) -> Dtypes:
     product = product_and_bias(*floats) if eqn.primitive.name == "add" else None
     dtype = product.dtype if product else _dtypes.widest(v.dtype for v in arrays)
     result = None
-    if any(_destroyed(value, dtype) for value in floats):
+    if any(destroyed(value, dtype) for value in floats):
         dtype = FLOAT32
     elif any(v.dtype == FLOAT32 != dtype for v in firm if v.rank == 0):
         # A scalar may be out of range, and its gradient is a sum: round the result.
         result, dtype = dtype, FLOAT32
     results = (result,) * len(eqn.outvars) if result else ()
     return Dtypes(_each(operands, dtype), results)
-
-
-def _destroyed(value: Value, dtype: DType) -> bool:
-    interval = value.traits.interval
-    return interval is not None and destroyed(interval, dtype)
 
 
 def plan_plain(equation: Equation) -> list[Value]:
@@ -172,14 +165,10 @@ def cast_and_bind(equation: Equation, dtypes: Dtypes) -> list[Value]:
     used = tuple([value.dtype for value in cast])
     caster.record.operands = used
     traced = tuple(map(_dtypes.dtype_of, eqn.invars))
-    traits = _result_traits(equation, used)
     table = _is_table(eqn, operands, caster.options.policy)
-    traits = traits._replace(table=table, sums=None)
-    results = []
-    for var, dtype in zip(eqn.outvars, result_dtypes(eqn, used, traced), strict=True):
-        rounded = traits.probability and dtype in _dtypes.LOW_DTYPES
-        known = traits._replace(rounded=dtype) if rounded else traits
-        results.append(Value.of(var.aval, dtype, known))
+    traits = _result_traits(equation, used)._replace(table=table, sums=None)
+    made = zip(eqn.outvars, result_dtypes(eqn, used, traced), strict=True)
+    results = [Value.of(var.aval, dtype, traits) for var, dtype in made]
     if eqn.primitive.name in _primitives.MOVEMENT and cast[0].number in plan.given:
         plan.given.update(value.number for value in results)
     lowers = caster.record.ruling.rule is Rule.LOWER
@@ -247,10 +236,8 @@ def result_dtypes(
         return outs
     if name in _primitives.MATMULS:
         return [_dtypes.widest(used[:2])]
-    if name in _primitives.SCATTERS:
-        return [used[0]]
-    if name in _primitives.COLLECTIVES:
-        # They can't be evaluated without the names of their axes.
+    if name in _primitives.SCATTERS | _primitives.COLLECTIVES:
+        # They can't be evaluated in other dtypes, or without the names of their axes.
         return list(used[: len(outs)])
     avals = _dtypes.all_in_dtypes(eqn.invars, used)
     with settings(eqn):
@@ -336,10 +323,8 @@ def plan_convert(equation: Equation) -> list[Value]:
     target = np.dtype(new_dtype)
     if not value.eligible:
         (result,) = cast_and_bind(equation, Dtypes((None,)))
-        known = value.traits.interval
-        if value.dtype == np.bool_:
-            known = BOOLEAN
-        return [result.knowing(result.traits._replace(interval=known))]
+        known = BOOLEAN if value.dtype == np.bool_ else value.traits.interval
+        return [result.knowing(interval=known)]
     caster.record.operands = (value.dtype,)
     if rule is Rule.FLOAT32:
         return [caster.cast(value, FLOAT32)]
@@ -349,10 +334,8 @@ def plan_convert(equation: Equation) -> list[Value]:
         return [value]
     if value.dtype == traced != target:
         (result,) = cast_and_bind(equation, Dtypes((None,)))
-        if value.traits.interval is None:
-            return [result]
-        known = held(value.traits.interval, target)
-        return [result.knowing(value.traits._replace(interval=known))]
+        known = value.traits.interval and held(value.traits.interval, target)
+        return [result.knowing(interval=known)]
     return [caster.cast(value, target)]
 
 
@@ -388,8 +371,6 @@ def _configured() -> Any:
     """What JAX makes of the precision that its configuration gives to all products."""
     config: Any = jax.config
     name = config.jax_default_matmul_precision
-    if name is None:
-        return None
     if name in jax.lax.DotAlgorithmPreset.__members__:
         return jax.lax.DotAlgorithmPreset[name]
-    return (jax.lax.Precision(name), jax.lax.Precision(name))
+    return name and (jax.lax.Precision(name), jax.lax.Precision(name))

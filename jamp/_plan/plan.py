@@ -184,14 +184,7 @@ class Caster:
         self.source = source
 
     def cast(self, value: Value, dtype: DType, *, rounds: bool = False) -> Value:
-        """A value in a dtype.
-
-        Args:
-          value: the value.
-          dtype: the dtype.
-          rounds: whether it is the rounding of a result by a rule, which readers in
-            float32 do without.
-        """
+        """A value in a dtype; readers in float32 do without a rule's rounding."""
         if value.dtype == dtype:
             return value
         self.plan.changed = True
@@ -199,10 +192,7 @@ class Caster:
             return value.constant_in(dtype)
         if dtype in value.casts:
             return value.casts[dtype]
-        traits = value.traits
-        if traits.probability and dtype in _dtypes.LOW_DTYPES:
-            traits = traits._replace(rounded=dtype)
-        result = Value.of(value.aval, dtype, traits)
+        result = Value.of(value.aval, dtype, value.traits)
         result.source = value if value.dtype == FLOAT32 else None
         share = self.options.cache_enabled
         narrows = dtype.itemsize < value.dtype.itemsize

@@ -183,10 +183,9 @@ class _Planner:
         if key is None:
             self._warn_no_traceback()
             return _Entry(eqn, scope)
-        for call in origin.calls(key, self._functions(scope.options.policy)):
-            if call.function not in context.inside:
-                return _Entry(eqn, scope, None, call, key)
-        return _Entry(eqn, scope)
+        calls = origin.calls(key, self._functions(scope.options.policy))
+        outer = (call for call in calls if call.function not in context.inside)
+        return _Entry(eqn, scope, None, next(outer, None), key)
 
     def _functions(self, policy: Policy) -> Mapping[int, Function]:
         if policy not in self._listed:
@@ -216,7 +215,12 @@ class _Planner:
             self._check_unsafe(eqn, operands, policy)
             ruling = primitive_ruling(eqn, operands, policy)
         if ruling.rule is Rule.BANNED:
-            raise self._banned(eqn, ruling)
+            what = ruling.function.name if ruling.function else eqn.primitive.name
+            raise BannedOpError(
+                f"{self._where(eqn)}: {what} is banned ({ruling.source}); compute it "
+                "in a region with jamp.autocast(enabled=False), or write it in a way "
+                "that the policy allows"
+            )
         record = Record(eqn, ruling, context.scope.names)
         env.plan.records.append(record)
         name = eqn.primitive.name
@@ -253,14 +257,6 @@ class _Planner:
                     f"was rounded to {unsafe.dtype.name} is unsafe: {unsafe.advice}"
                 )
 
-    def _banned(self, eqn: JaxprEqn, ruling: Ruling) -> BannedOpError:
-        what = ruling.function.name if ruling.function else eqn.primitive.name
-        return BannedOpError(
-            f"{self._where(eqn)}: {what} is banned ({ruling.source}); compute it in a "
-            "region with jamp.autocast(enabled=False), or write it in a way that the "
-            "policy allows"
-        )
-
 
 def _seen(value: Value, plan: Plan) -> Value:
     if not value.is_kept:
@@ -273,15 +269,12 @@ def _seen(value: Value, plan: Plan) -> Value:
 
 def user_ruling(scope: Scope) -> Ruling | None:
     """The rule that a region or scope of the user's sets, which beats all others."""
-    options = scope.options
-    policy = options.policy
+    policy = scope.options.policy
+    # Which patterns have matched is noted where a region decides, too.
     found = policy.scope_rule(scope.names) if policy.scopes else None
-    if not options.enabled:
+    if not scope.options.enabled:
         return Ruling(Rule.AS_TRACED, Origin.REGION)
-    if found is not None:
-        pattern, rule = found
-        return Ruling(rule, Origin.SCOPE, pattern, policy.name)
-    return None
+    return found and Ruling(found[1], Origin.SCOPE, found[0], policy.name)
 
 
 def primitive_ruling(eqn: JaxprEqn, operands: Values, policy: Policy) -> Ruling:

@@ -230,7 +230,7 @@ def _keep_sums(
     while any(sums):
         kept = [FLOAT32 if low else own for low, own in zip(sums, dtypes, strict=True)]
         marked = [
-            value.knowing(value.traits._replace(sums=low))
+            value.knowing(sums=low)
             for value, low in zip(_carried(carry, kept), sums, strict=True)
         ]
         trial = body(marked)

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import chain
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Literal
 
 from jamp._dtypes import FLOAT32
 from jamp._plan.groups import Bound, Group, casts_of, with_shared_casts
@@ -26,7 +27,6 @@ from jamp._plan.listed_calls import is_cheap
 from jamp._plan.plan import (
     Action,
     Bind,
-    Broadcast,
     Cast,
     Float32Call,
     Plan,
@@ -53,22 +53,16 @@ class _Variants:
     """The plans of a program, each written once for each way in which it is called."""
 
     def __init__(self) -> None:
-        self._readers: dict[Any, Readers] = {}
-        self._known: dict[Any, Variant] = {}
+        self.readers = cache(self._readers)
+        self.variant = cache(self._variant)
 
-    def readers(self, plan: Plan, results: Reading) -> Readers:
-        key = (plan, results)
-        if key not in self._readers:
-            self._readers[key] = Readers(plan, results, self.readers)
-        return self._readers[key]
+    def _readers(self, plan: Plan, results: Reading) -> Readers:
+        return Readers(plan, results, self.readers)
 
-    def variant(self, plan: Plan, results: Reading, wide: frozenset[int]) -> Variant:
+    def _variant(self, plan: Plan, results: Reading, wide: frozenset[int]) -> Variant:
         if not plan.changed:
             return Variant(plan, frozenset())
-        key = (plan, results, wide)
-        if key not in self._known:
-            self._known[key] = _Writer(plan, results, self).variant(wide)
-        return self._known[key]
+        return _Writer(plan, results, self).variant(wide)
 
     def plan(self, plan: Plan) -> Plan:
         """A plan of which nothing is known outside."""
@@ -101,7 +95,7 @@ class _Writer:
         # Groups by the numbers of what they make, and of the 16 bits that they take.
         self._making: dict[int, Group] = {}
         self._taking: dict[int, Group] = {}
-        self._records = {id(found): replace(found) for found in plan.records}
+        self._records = {id(r): replace(r, casts=[*r.casts]) for r in plan.records}
 
     def variant(self, wide: frozenset[int]) -> Variant:
         inputs = list(self._plan.inputs)
@@ -161,14 +155,14 @@ class _Writer:
             self._take(action)
         elif isinstance(action, Structural):
             self._structural(action)
-        elif isinstance(action, Broadcast):
-            self._prepare(action)
+        elif isinstance(action, Bind):
+            self._bind(action)
         else:
-            self._write_as_it_is(action)
+            self._prepare(action)
 
-    def _write_as_it_is(self, action: Action) -> None:
+    def _bind(self, action: Bind) -> None:
         found = self._readers.kind(action)
-        if isinstance(action, Bind) and found is not None and found.exact:
+        if found is not None and found.exact:
             (result, *_), name = action.results, action.eqn.primitive.name
             if not found.low and all(map(self._is_moved, action.read)):
                 self._moved.add(result.number)
@@ -242,8 +236,6 @@ class _Writer:
         found = self._readers.kind(action)
         assert found is not None  # noqa: S101 - only what has a kind is taken
         group = Group(action.caster)
-        sharing = (self._making, self._taking) if found.low else (self._making,)
-        self._join(group, read, sharing)
         made = []
         for var, value in zip(action.eqn.outvars, action.results, strict=True):
             wide = value
@@ -252,15 +244,15 @@ class _Writer:
                 if value.number in self._readers.low:
                     group.narrowed[wide.number] = Cast((wide,), (value,), action.caster)
             made.append((var, wide))
-        group.add(eqns, read, made)
-        self._register(group)
+        sharing = (self._making, self._taking) if found.low else (self._making,)
+        self._add(group, eqns, read, made, sharing)
         if found.low or isinstance(action, Structural):
             record = id(action.caster.record)
             self._records[record] = in_float32(self._records[record])
 
     def _with_views(
         self, eqn: JaxprEqn, values: Values
-    ) -> tuple[list[JaxprEqn], list[tuple[Var, Value]]]:
+    ) -> tuple[list[JaxprEqn], Bound]:
         """An equation after those that repeat its operands, and what all take."""
         eqns, read = [], []
         for var, value in zip(eqn.invars, values, strict=False):
@@ -281,15 +273,19 @@ class _Writer:
         cheap = is_cheap(action.eqns)
         values = map(self._taken, action.operands) if cheap else action.operands
         read = list(zip(action.invars, map(self._make, values), strict=True))
-        group = Group(action.caster, grows=cheap)
-        self._join(group, read, (self._making,) if cheap else ())
-        group.add(action.eqns, read, zip(action.outvars, action.results, strict=True))
-        self._register(group)
+        made = list(zip(action.outvars, action.results, strict=True))
+        sharing = (self._making,) if cheap else ()
+        self._add(Group(action.caster, grows=cheap), action.eqns, read, made, sharing)
 
-    def _join(
-        self, group: Group, read: Bound, others: Iterable[dict[int, Group]]
+    def _add(
+        self,
+        group: Group,
+        eqns: Sequence[JaxprEqn],
+        read: Bound,
+        made: Bound,
+        others: Iterable[dict[int, Group]],
     ) -> None:
-        """Makes a group one with others, found by values that it reads."""
+        """Adds equations to a group, after others, found by values that it reads."""
         numbers = [value.number for _, value in read]
         for found in (known[n] for known in others for n in numbers if n in known):
             if found in self._items and found.may_join(group):
@@ -297,19 +293,17 @@ class _Writer:
                 group.absorb(found)
         self._read(numbers)
         self._items[group] = None
+        group.add(eqns, read, made)
+        narrowed = [cast.results[0].number for cast in group.narrowed.values()]
+        self._making.update(dict.fromkeys([*group.made, *narrowed], group))
+        lows = [n for n, (_, value) in group.inputs.items() if value.low]
+        self._taking.update(dict.fromkeys(lows, group))
 
     def _read(self, numbers: Iterable[int]) -> None:
         """What makes a value that is read elsewhere does not grow any more."""
         for number in numbers:
             if number in self._making:
                 self._making[number].grows = False
-
-    def _register(self, group: Group) -> None:
-        self._making.update(dict.fromkeys(group.made, group))
-        narrowed = (cast.results[0].number for cast in group.narrowed.values())
-        self._making.update(dict.fromkeys(narrowed, group))
-        lows = [n for n, (_, value) in group.inputs.items() if value.low]
-        self._taking.update(dict.fromkeys(lows, group))
 
     def _cast(self, action: Cast) -> None:
         (value,), (result,) = action.operands, action.results
@@ -383,14 +377,11 @@ class _Writer:
 
     def _with_casts(self, actions: Sequence[Action]) -> list[Record]:
         """The records, with the casts that actions make."""
-        records = self._records
-        casts: dict[int, list[Conversion]] = {record: [] for record in records}
-        for made in chain.from_iterable(map(casts_of, actions)):
+        for made in reversed([*chain.from_iterable(map(casts_of, actions))]):
             # What is cast for no equation counts with the first.
-            record = id(made.caster.record) if made.caster else next(iter(records))
+            caster = made.caster
+            record = id(caster.record) if caster else next(iter(self._records))
             (value,), dtype = made.operands, made.dtype
-            casts[record].append(Conversion(value.dtype, dtype, value.aval.shape))
-        return [
-            replace(found, casts=casts[record] + found.casts)
-            for record, found in records.items()
-        ]
+            conversion = Conversion(value.dtype, dtype, value.aval.shape)
+            self._records[record].casts.insert(0, conversion)
+        return list(self._records.values())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -45,19 +46,24 @@ def _range_of(value: Any) -> Interval | None:
     # JAX's float0 is a structured dtype.
     if array.size == 0 or array.dtype.kind == "c" or array.dtype.names is not None:
         return None
-    wide = array.astype(np.float64)
-    least = _smallest(*wide.ravel().tolist())
-    return Interval(float(np.min(wide)), float(np.max(wide)), least)
+    numbers = array.astype(np.float64).ravel()
+    least = _smallest(*numbers.tolist())
+    return Interval(float(np.min(numbers)), float(np.max(numbers)), least)
 
 
-def destroyed(interval: Interval, dtype: DType) -> bool:
-    """Whether rounding to `dtype` makes an infinity of, or zero of, the constant."""
-    numbers = np.array(interval, np.float64)
-    with np.errstate(over="ignore", invalid="ignore"):
-        rounded = numbers.astype(dtype).astype(np.float64)
+def destroyed(value: Value, dtype: DType) -> bool:
+    """Whether rounding to `dtype` makes an infinity of, or zero of, a constant."""
+    if not value.follows:
+        return False
+    interval = value.traits.interval
+    numbers, rounded = np.array(interval), _rounded(interval, dtype)
     overflows = np.isfinite(numbers) & ~np.isfinite(rounded)
-    underflows = interval.least > 0 and rounded[2] == 0
-    return bool(overflows[:2].any() or underflows)
+    return bool(overflows[:2].any() or (numbers[2] > 0 and rounded[2] == 0))
+
+
+def _rounded(interval: Interval | None, dtype: DType) -> Any:
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.array(interval, np.float64).astype(dtype).astype(np.float64)
 
 
 def _smallest(*values: float) -> float:
@@ -103,17 +109,12 @@ def _absolute(x: Interval) -> Interval:
     return Interval(low, max(map(abs, x.bounds)), x.least)
 
 
-def _between(
-    choose: Callable[[float, float], float],
-) -> Callable[[Interval, Interval], Interval | None]:
-    def bound(x: Interval, y: Interval) -> Interval | None:
-        ends = choose(x.low, y.low), choose(x.high, y.high)
-        return _span(min(x.least, y.least), *ends)
-
-    return bound
+def _between(choose: Any, x: Interval, y: Interval) -> Interval | None:
+    ends = choose(x.low, y.low), choose(x.high, y.high)
+    return _span(min(x.least, y.least), *ends)
 
 
-_max, _min = _between(max), _between(min)
+_max, _min = partial(_between, max), partial(_between, min)
 
 
 ARITHMETIC: Mapping[str, Callable[..., Interval | None]] = {
@@ -159,13 +160,10 @@ def held(interval: Interval, dtype: Any) -> Interval | None:
     numbers = np.array(interval, np.float64)
     if jnp.issubdtype(dtype, np.integer):
         numbers, limits = np.trunc(numbers), jnp.iinfo(dtype)
-        bounds = numbers[:2]
-        wraps = (bounds < limits.min) | (bounds > limits.max)
-        if wraps.any():
+        if numbers[0] < limits.min or numbers[1] > limits.max:
             return None
     else:
-        with np.errstate(over="ignore", invalid="ignore"):
-            numbers = numbers.astype(dtype).astype(np.float64)
+        numbers = _rounded(interval, dtype)
     low, high, least = numbers.tolist()
     return Interval(low, high, least or _smallest(low, high))
 
@@ -209,6 +207,8 @@ class Value:
         # Whether autocast may cast it. A reference holds floats and is none.
         self.eligible = is_plain_array(aval) and _dtypes.eligible(self.dtype)
         self.traits = traits or Traits()
+        if self.traits.probability and self.low:
+            self.traits = self.traits._replace(rounded=self.dtype)
         self.casts: dict[DType, Value] = {}  # the array in other dtypes
         # Which input of an inner program it is, if casts are left to the caller.
         self.slot = slot
@@ -225,9 +225,10 @@ class Value:
         traits = Traits(_range_of(literal.val), table=literal.aval.ndim == 0)
         return cls(literal.aval, traits, known=literal.val)
 
-    def knowing(self, traits: Traits) -> Value:
+    def knowing(self, **traits: Any) -> Value:
         """The same array, of which something else is known."""
-        other = Value(self.aval, traits, slot=self.slot, known=self.known)
+        known = self.traits._replace(**traits)
+        other = Value(self.aval, known, slot=self.slot, known=self.known)
         other.number, other.casts, other.source = self.number, self.casts, self.source
         return other
 
@@ -235,7 +236,7 @@ class Value:
     def kept(self) -> Value:
         """What programs hand on: of a loop's sum the float32 that it is kept in."""
         wide = self.casts.get(_dtypes.FLOAT32) if self.traits.sums else None
-        return wide.knowing(self.traits) if wide else self
+        return wide.knowing(sums=self.traits.sums) if wide else self
 
     @property
     def is_kept(self) -> bool:
@@ -243,10 +244,8 @@ class Value:
 
     def seen(self, narrow: Value) -> Value:
         """What readers see of a sum that is kept; those in float32 see the sum."""
-        known = narrow.traits._replace(sums=narrow.dtype)
-        wide = self.knowing(self.traits._replace(sums=None))
-        narrow.casts[_dtypes.FLOAT32] = wide
-        return narrow.knowing(known)
+        narrow.casts[_dtypes.FLOAT32] = self.knowing(sums=None)
+        return narrow.knowing(sums=narrow.dtype)
 
     @property
     def ndim(self) -> int:
