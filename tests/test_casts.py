@@ -59,6 +59,18 @@ def test_cache_enabled_false_casts_for_every_use():
     assert matmul_dtypes(single) == matmul_dtypes(shared)
 
 
+def test_cache_enabled_false_widens_for_every_use():
+    x, residual = x44, jnp.ones((4, 4))
+
+    def fn(x, y):
+        h = x @ x
+        return (h + y) * (h - y)
+
+    single = traced(gpu(fn, cache_enabled=False), x, residual)
+    assert casts(single).count(("float16", "float32", (4, 4))) == 2
+    assert dtypes(single.out_avals) == ["float32"]
+
+
 def test_a_cast_is_shared_between_regions_of_one_dtype():
     def fn(x, w):
         with jamp.autocast():
@@ -256,6 +268,13 @@ def test_operands_meet_at_the_widest_dtype(fn):
 def test_low_and_other_low_meet_at_float32():
     fn = gpu(lambda x: (x @ x) + (x @ x).astype(jnp.bfloat16))
     assert fn(x44).dtype == jnp.float32
+
+
+def test_what_comes_in_the_other_16_bits_is_read_in_both():
+    w, h = x44, jnp.ones((4, 4), jnp.bfloat16)
+    found = gpu(lambda h: h @ w + h)(h)
+    np.testing.assert_array_equal(found, jnp.float32(h) @ w + 1)
+    assert found.dtype == jnp.float32
 
 
 def test_no_operation_mixes_dtypes():

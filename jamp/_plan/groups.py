@@ -123,7 +123,8 @@ def with_shared_casts(actions: Sequence[Action]) -> Iterator[Action]:
             action = replace(action, operands=[*taken, *wides], shared=shared)
         elif isinstance(action, Cast):
             number = action.operands[0].number
-            if casts.get(number) is action and number in made:
-                continue
-            made.add(number)
+            if casts.get(number) is action:
+                if number in made:
+                    continue
+                made.add(number)
         yield action
