@@ -166,7 +166,7 @@ class Environment:
         view._overlay = {**self._overlay, **values}
         return view
 
-    def bind(self, variables: Sequence[Any], values: Values) -> None:
+    def bind(self, variables: Iterable[Any], values: Values) -> None:
         self._values.update(zip(variables, values, strict=True))
 
     def used_from(self, var: Any, index: int) -> bool:

@@ -47,22 +47,19 @@ def _kind(action: Action) -> Kind | None:
         return None
     names = {eqn.primitive.name for eqn in nested([action.eqn])}
     low = [value.low for value in action.results]
-    if names <= _primitives.ORDERS and any(value.low for value in action.operands):
+    takes_low = any(value.low for value in action.operands)
+    if names <= _primitives.ORDERS and takes_low:
         return Kind(False, False, any(low), False, compares=True, orders=True)
     exact = names <= _primitives.EXACT
     # Derivative rules of functions are theirs, but for those of exact ones, as of relu.
-    if not exact and not names <= _primitives.CHEAP - {"custom_jvp_call"}:
+    fits = exact or names <= _primitives.CHEAP - {"custom_jvp_call"}
+    if not fits or any(low) != all(low) or not runs_in_float32([action.eqn]):
         return None
-    if not runs_in_float32([action.eqn]):
+    promotes = action.caster.record.ruling.rule is Rule.PROMOTE
+    if low[0] and isinstance(action, Bind) and not promotes:
         return None
-    if any(low) and not all(low):
-        return None
-    compares = not any(low) and any(value.low for value in action.operands)
-    if low[0] and isinstance(action, Bind):
-        if action.caster.record.ruling.rule is not Rule.PROMOTE:
-            return None
-    moves = names <= _primitives.MOVEMENT
-    return Kind(exact, moves, low[0], names <= _primitives.LINEAR, compares)
+    moves, linear = names <= _primitives.MOVEMENT, names <= _primitives.LINEAR
+    return Kind(exact, moves, low[0], linear, compares=takes_low and not low[0])
 
 
 class Readers:

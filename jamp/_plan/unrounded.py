@@ -19,7 +19,7 @@ from functools import cache
 from itertools import chain
 from typing import NamedTuple, cast
 
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from jamp._dtypes import FLOAT32
 from jamp._plan.groups import Bound, Group, casts_of, with_shared_casts
@@ -28,6 +28,7 @@ from jamp._plan.plan import (
     Action,
     Bind,
     Cast,
+    Caster,
     Float32Call,
     Plan,
     Structural,
@@ -119,10 +120,10 @@ class _Writer:
         )
         return Variant(plan, given)
 
-    def _given(self, value: Value) -> Value:
+    def _given(self, value: Value, caster: Caster | None = None) -> Value:
         """What is given in float32 in place of a 16-bit value."""
         wide = self._wide[value.number] = Value.of(value.aval, FLOAT32)
-        self._prepare(Cast((wide,), (value,), None, rounds=True))
+        self._prepare(Cast((wide,), (value,), caster, rounds=True))
         return wide
 
     def _prepare(self, action: Action) -> None:
@@ -254,7 +255,8 @@ class _Writer:
         self, eqn: JaxprEqn, values: Values
     ) -> tuple[list[JaxprEqn], Bound]:
         """An equation after those that repeat its operands, and what all take."""
-        eqns, read = [], []
+        eqns: list[JaxprEqn] = []
+        read: list[tuple[Var, Value]] = []
         for var, value in zip(eqn.invars, values, strict=False):
             if isinstance(var, Literal):
                 continue
@@ -338,15 +340,12 @@ class _Writer:
             self._float32(value) if place in wide else value
             for place, value in enumerate(action.operands)
         ]
-        outs = list(action.results)
-        written = self._with_plans(replace(action, operands=operands), [plan])
         made = [
-            Value.of(v.aval, FLOAT32) if p in given else v for p, v in enumerate(outs)
+            self._given(value, action.caster) if place in given else value
+            for place, value in enumerate(action.results)
         ]
-        self._keep(replace(written, results=made))
-        for place in given:
-            self._wide[outs[place].number] = made[place]
-            self._prepare(Cast((made[place],), (outs[place],), action.caster, True))
+        written = self._with_plans(action, [plan])
+        self._keep(replace(written, operands=operands, results=made))
 
     def _with_plans(self, action: Structural, plans: Sequence[Plan]) -> Structural:
         record = self._records[id(action.caster.record)]
