@@ -45,9 +45,7 @@ def test_a_resnet_learns_in_float16_as_in_float32():
 @pytest.fixture(scope="module")
 def adders(tmp_path_factory):
     logdir = tmp_path_factory.mktemp("lstm")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lstm, "LENGTH", 10)  # a third of the time
-        return lstm.main(["--steps", "300", "--logdir", str(logdir)]), logdir
+    return lstm.main(["--steps", "300", "--logdir", str(logdir)]), logdir
 
 
 def test_an_lstm_learns_in_float16_as_in_float32(adders):
