@@ -5,10 +5,10 @@ autocast. Reported are the medians, in seconds, and the median of the ratios of 
 pairs.
 """
 
-import statistics
 from typing import Any
 
 import jax
+from measuring import medians_of_pairs
 from results_file import write_results
 from rich.console import Console
 from rich.progress import track
@@ -33,20 +33,14 @@ def measure(name: str, mode: str) -> dict[str, Any]:
     """Medians over interleaved pairs, after one pair that is not counted."""
     subject = make_subject(name, default_size())
     programs = {n: FlaxProgram(subject, rival, mode) for n, rival in RIVALS.items()}
-    seconds: dict[str, list[float]] = {rival: [] for rival in programs}
-    for pair in track(range(PAIRS + 1), f"{name}, {mode}"):
-        for rival, program in programs.items():
+    pairs = []
+    for _ in track(range(PAIRS + 1), f"{name}, {mode}"):
+        for program in programs.values():
             jax.clear_caches()
             program.compile()
-            if pair:
-                seconds[rival].append(program.figures["compile_seconds"])
-    ratios = map(lambda f, a: a / f, seconds["float32"], seconds["autocast"])
-    return {
-        "subject": name,
-        "mode": mode,
-        **{f"{rival}_seconds": statistics.median(s) for rival, s in seconds.items()},
-        "ratio": statistics.median(ratios),
-    }
+        plain, cast = (p.figures["compile_seconds"] for p in programs.values())
+        pairs.append((plain, cast))
+    return {"subject": name, "mode": mode, **medians_of_pairs(pairs[1:])}
 
 
 def main() -> None:

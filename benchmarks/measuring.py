@@ -4,12 +4,14 @@ import gc
 import math
 import os
 import random
+import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from operator import truediv
 from typing import Any
 
 import jax
@@ -179,6 +181,16 @@ class Comparison:
             # In another order each time, so that none always follows the same one.
             for rival in shuffle.sample(list(self.programs), len(self.programs)):
                 self._attempt(rival, partial(clock, rival))
+
+
+def medians_of_pairs(pairs: Iterable[tuple[float, float]]) -> dict[str, float]:
+    """Figures of seconds in float32 and under autocast, measured in turn."""
+    plain, cast = zip(*pairs, strict=True)
+    return {
+        "float32_seconds": statistics.median(plain),
+        "autocast_seconds": statistics.median(cast),
+        "ratio": statistics.median(map(truediv, cast, plain)),
+    }
 
 
 def threads() -> int:

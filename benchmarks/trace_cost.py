@@ -5,7 +5,6 @@ in turn as written and under autocast, from empty caches. Reported are the media
 seconds of processor time, and the median of the ratios of the pairs.
 """
 
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +13,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+from measuring import medians_of_pairs
 from results_file import write_results
 from rich.console import Console
 from rich.progress import track
@@ -78,12 +78,7 @@ def measure(depth: int) -> dict[str, float]:
         plain = seconds(loss, params, tokens)
         pairs.append((plain, seconds(jamp.autocast(loss), params, tokens)))
     del pairs[0]
-    return {
-        "depth": depth,
-        "float32_seconds": statistics.median(plain for plain, _ in pairs),
-        "autocast_seconds": statistics.median(cast for _, cast in pairs),
-        "ratio": statistics.median(cast / plain for plain, cast in pairs),
-    }
+    return {"depth": depth, **medians_of_pairs(pairs)}
 
 
 def main() -> None:
