@@ -188,16 +188,19 @@ UNTOUCHED = {
     "integers": (lambda x: x @ x, jnp.ones((2, 2), jnp.int32)),
     "booleans": (lambda x: x & x, jnp.ones((2, 2), bool)),
     "complex": (lambda x: jnp.exp(x @ x), jnp.ones((2, 2), jnp.complex64)),
+    "complex sum": (lambda x: jnp.exp(x) - 1, jnp.ones((2, 2), jnp.complex64)),
     "fft": (lambda x: jnp.fft.fft(x), jnp.ones(4, jnp.complex64)),
 }
 
 
 @pytest.mark.parametrize("fn, x", UNTOUCHED.values(), ids=UNTOUCHED)
 def test_what_is_not_floating_point_is_left_alone(fn, x):
-    result = gpu(fn)(x)
-    assert result.dtype == x.dtype
-    np.testing.assert_allclose(result, fn(x), rtol=1e-6)
-    assert casts(traced(gpu(fn), x)) == []
+    for device in ("gpu", "cpu"):
+        under_autocast = jamp.autocast(fn, device_type=device)
+        result = under_autocast(x)
+        assert result.dtype == x.dtype
+        np.testing.assert_allclose(result, fn(x), rtol=1e-6)
+        assert casts(traced(under_autocast, x)) == []
 
 
 def test_random_keys_pass_and_draw_the_same_numbers():

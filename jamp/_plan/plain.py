@@ -184,7 +184,8 @@ def cast_and_bind(equation: Equation, dtypes: Dtypes) -> list[Value]:
         caster.cast(value, dtype, rounds=True) if dtype and value.eligible else value
         for value, dtype in zip(results, targets, strict=True)
     ]
-    if dtypes.results and _carried_sum(eqn, operands) in dtypes.results:
+    carried = _carried_sum(eqn, operands) if dtypes.results else None
+    if carried and carried in dtypes.results:
         return [a.seen(b) for a, b in zip(results, seen, strict=True)]
     return seen
 
