@@ -222,6 +222,16 @@ def test_which_is_the_largest_is_asked_before_the_rounding(name, device):
 
 
 @both_policies
+def test_what_is_repeated_may_have_been_cast_to_float32_before(device):
+    def squares(x):
+        offsets = jnp.ones((64, 64)).astype(jnp.float32)
+        return jnp.square((x @ EYE)[None] - offsets[None])
+
+    x = jnp.full((64, 64), 3.0)
+    np.testing.assert_array_equal(jamp.autocast(squares, device_type=device)(x), 4)
+
+
+@both_policies
 def test_dtypes_stay_as_they_are(device):
     def returned(x):
         y = x @ EYE

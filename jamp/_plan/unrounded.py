@@ -263,7 +263,11 @@ class _Writer:
             value = self._taken(value)
             if self._is_view(value):
                 view = cast(Bind, self._prepared[value.number])
-                made, found = self._with_views(view.eqn, view.read)
+                source = view.eqn
+                if source.outvars[0] is not var:
+                    # It stands in another program, which knows it by another name.
+                    source = source.replace(outvars=[var])
+                made, found = self._with_views(source, view.read)
                 eqns += made
                 read += found
             else:
