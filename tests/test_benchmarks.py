@@ -135,8 +135,22 @@ def measured(subject, mode, *rivals, deadline=float("inf")):
     return comparison, step_summary.summarise(comparison, absolute=False)
 
 
-@pytest.mark.parametrize("mode", ["training", "inference"])
-@pytest.mark.parametrize("subject", SUBJECTS)
+# Training measures all that inference does, of the same layers but for BatchNorm.
+QUICK = [("mlp", "inference"), ("resnet50", "inference")]
+
+
+@pytest.mark.parametrize(
+    ("subject", "mode"),
+    [
+        *((subject, "training") for subject in SUBJECTS),
+        *QUICK,
+        *(
+            pytest.param(subject, "inference", marks=pytest.mark.slow)
+            for subject in SUBJECTS
+            if (subject, "inference") not in QUICK
+        ),
+    ],
+)
 def test_a_subject_gives_every_figure(subject, mode):
     comparison, summary = measured(subject, mode, "autocast")
     rivals = summary["rivals"]

@@ -43,9 +43,10 @@ class Run(NamedTuple):
 
 @functools.cache
 def traced_step(name, device):
-    """A training step, traced; the loss is computed under autocast if device is given.
+    """A step, traced; the loss is computed under autocast if device is given.
 
-    It takes and returns parameters, state and optimizer state.
+    It takes parameters and state, and returns the loss, the gradients of the loss
+    times its scale, and the new state.
     """
     task, scale = task_of(name), LOSS_SCALE[device]
     loss_fn = task.loss_fn
@@ -56,31 +57,57 @@ def traced_step(name, device):
         loss, state = loss_fn(params, state, batch)
         return loss * scale, (loss, state)
 
-    def step(params, state, opt_state, batch):
+    def step(params, state, batch):
         grads, (loss, state) = jax.grad(scaled_loss, has_aux=True)(params, state, batch)
-        grads = jax.tree.map(lambda grad: grad / scale, grads)
-        updates, opt_state = task.optimizer.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), state, opt_state), loss, grads
+        return loss, grads, state
 
     # XLA may leave out roundings to 16 bits unless it is told not to.
     options = {"xla_allow_excess_precision": False}
-    return jax.jit(step, compiler_options=options).trace(*start(task), task.batches[0])
+    step = jax.jit(step, compiler_options=options)
+    return step.trace(task.params, task.state, task.batches[0])
 
 
-def start(task):
-    return task.params, task.state, task.optimizer.init(task.params)
+@functools.cache
+def update_of(name):
+    """The optimizer's step, compiled once for both runs and all parameters end to end.
+
+    The models' optimizers know no single parameters; a kernel for each of them would
+    take as long to compile as the model.
+    """
+
+    def update(params, opt_state, grads):
+        updates, opt_state = task_of(name).optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return jax.jit(update)
+
+
+def end_to_end(tree):
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
+
+
+def split_as(tree, flat):
+    """What `end_to_end` made of a tree of the same shapes, as that tree."""
+    leaves, structure = jax.tree.flatten(tree)
+    parts = np.split(np.asarray(flat), np.cumsum([leaf.size for leaf in leaves])[:-1])
+    pairs = zip(parts, leaves, strict=True)
+    return structure.unflatten(part.reshape(leaf.shape) for part, leaf in pairs)
 
 
 @functools.cache
 def train(name, device):
     """Trains a model on all batches of its task."""
     task, losses, finite = task_of(name), [], True
-    step, carry = traced_step(name, device).lower().compile(), start(task_of(name))
+    step, update = traced_step(name, device).lower().compile(), update_of(name)
+    params, state = end_to_end(task.params), task.state
+    opt_state = task.optimizer.init(params)
     for batch in task.batches:
-        carry, loss, grads = step(*carry, batch)
+        loss, grads, state = step(split_as(task.params, params), state, batch)
+        unscaled = end_to_end(grads) / np.float32(LOSS_SCALE[device])
+        params, opt_state = update(params, opt_state, unscaled)
         losses.append(float(loss))
-        finite &= all(np.isfinite(grad).all() for grad in jax.tree.leaves(grads))
-    return Run(np.array(losses), (*carry, grads), finite)
+        finite &= np.isfinite(unscaled).all()
+    return Run(np.array(losses), (params, state, opt_state, grads), finite)
 
 
 @functools.cache

@@ -42,7 +42,7 @@ class ViT(eqx.Module):
     norm: eqx.nn.LayerNorm
     head: eqx.nn.Linear
 
-    def __init__(self, key, dim=48, heads=4, depth=3, size=16, patch=4, classes=8):
+    def __init__(self, key, dim=48, heads=4, depth=2, size=16, patch=4, classes=8):
         keys = jax.random.split(key, depth + 4)
         tokens = (size // patch) ** 2 + 1
         self.patches = eqx.nn.Conv2d(3, dim, patch, patch, key=keys[0])
