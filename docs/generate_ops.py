@@ -15,7 +15,6 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import op_cases  # noqa: E402
 from torch_parity import (  # noqa: E402
@@ -26,6 +25,7 @@ from torch_parity import (  # noqa: E402
     measurements,
     reasons,
     shares,
+    traced,
 )
 
 import jamp  # noqa: E402
@@ -166,9 +166,8 @@ def jamp_rule(case: op_cases.OpCase, device: str) -> str:
     """The rule by which jamp comes to the dtype of a case."""
     arguments = draw(case, jnp.float32)
     records = jamp.explain(case.fn, device_type=device)(*arguments).records
-    fn = jamp.autocast(case.fn, device_type=device)
-    results = jax.tree.leaves(jax.eval_shape(fn, *arguments))
-    return deciding(records, {leaf.dtype for leaf in results})
+    results = traced(case.op, device, "float32").out_avals
+    return deciding(records, {aval.dtype for aval in results})
 
 
 # The page.
