@@ -44,6 +44,11 @@ def is_complex(dtype: Any) -> bool:
     return isinstance(dtype, np.dtype) and dtype.kind == "c"
 
 
+def exceeds_16_bits(dtype: Any) -> bool:
+    """Whether it has integers that no 16-bit floating point has."""
+    return isinstance(dtype, np.dtype) and dtype.kind in "iu" and dtype.itemsize > 1
+
+
 def narrow(dtype: Any) -> bool:
     """Whether values of this dtype may be cast and are narrower than float32."""
     return eligible(dtype) and dtype.itemsize < 4

@@ -121,3 +121,18 @@ def test_a_product_that_adds_nothing_up_promotes(device):
     report = jamp.explain(fn)(x, x)
     assert "adds nothing up is elementwise" in str(report)
     assert len(report.matmuls) == 1
+
+
+@each_device
+def test_a_product_of_integers_that_16_bits_would_round_promotes(device):
+    def fn(x, w):
+        places = jnp.arange(len(x)) + 1000
+        return places @ x, places @ (x @ w), jnp.ones(len(x), jnp.int8) @ x
+
+    fn = jamp.autocast(fn, device_type=device)
+    low, x = LOW[device].dtype.name, jnp.linspace(1, 2, 16).reshape(4, 4)
+    found = fn(x, x)
+    assert [r.dtype.name for r in found] == ["float32", low, low]
+    expected = np.arange(1000, 1004) @ np.asarray(x)
+    np.testing.assert_allclose(found[0], expected, rtol=1e-6)
+    assert "integers that 16 bits would round" in str(jamp.explain(fn)(x, x))

@@ -13,6 +13,7 @@ import jax
 from jax.extend.core import JaxprEqn
 
 from jamp._compat import is_plain_array
+from jamp._dtypes import eligible, exceeds_16_bits
 from jamp._errors import BannedOpError, JampWarning
 from jamp._plan.listed_calls import ListedCall, plan_listed_call
 from jamp._plan.plain import (
@@ -289,6 +290,9 @@ def primitive_ruling(eqn: JaxprEqn, operands: Values, policy: Policy) -> Ruling:
         return Ruling(Rule.PROMOTE, Origin.ELEMENTWISE, name, policy.name)
     if rule is Rule.LOWER and all(value.traits.table for value in operands):
         return Ruling(Rule.PROMOTE, Origin.TABLE, name, policy.name)
+    dtypes = [value.dtype for value in operands[:2]] if rule is Rule.LOWER else []
+    if any(map(exceeds_16_bits, dtypes)) and any(map(eligible, dtypes)):
+        return Ruling(Rule.PROMOTE, Origin.INTEGERS, name, policy.name)
     return Ruling(rule, Origin.PRIMITIVE, name, policy.name)
 
 

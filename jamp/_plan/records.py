@@ -30,6 +30,7 @@ class Origin(enum.Enum):
     OPAQUE = "opaque"
     ELEMENTWISE = "elementwise"
     TABLE = "table"
+    INTEGERS = "integers"
 
 
 class Ruling(NamedTuple):
@@ -66,6 +67,7 @@ _SOURCES = {
     Origin.OPAQUE: "{0.label} runs only in the dtypes it was traced in",
     Origin.ELEMENTWISE: "{0.label} that adds nothing up is elementwise",
     Origin.TABLE: "made of iota and literals alone",
+    Origin.INTEGERS: "{0.label} of integers that 16 bits would round",
 }
 
 
