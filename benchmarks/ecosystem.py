@@ -2,7 +2,9 @@
 
 Each program runs in a process of its own, in float32, in bfloat16 by the cpu's policy
 and in float16 by the gpu's, with dynamic loss scaling. Reported are the losses, the
-share of the FLOPs that autocast put into 16 bits, and what stays in float32 and why.
+steps that loss scaling skipped, the share of the FLOPs that autocast put into 16 bits,
+and what stays in float32 and why; and how far float32 itself ends from where it ended
+if what it starts from is rounded, as in bfloat16, in five other ways.
 """
 
 import argparse
@@ -11,6 +13,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -35,8 +38,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(case: Training, dtype: str) -> list[float]:
-    """The loss before each step and after the last."""
+NUDGES = 5
+
+
+def train(case: Training, dtype: str, starts: list[Any]) -> Iterator[dict[str, Any]]:
+    """From each start, the loss before each step and after the last."""
     tx: Any = optax.adam(case.learning_rate)
     if dtype == "float16":
         tx = jamp.dynamic_loss_scaling(tx)
@@ -50,34 +56,56 @@ def train(case: Training, dtype: str) -> list[float]:
         else:
             value, grads = gradient(state, params, case.batch)
         updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
+        skipped = jamp.last_step_skipped(state) if gradient else False
+        return optax.apply_updates(params, updates), state, value, skipped
 
-    params, state, losses = case.params, tx.init(case.params), []
-    for _ in range(case.steps):
-        params, state, value = step(params, state)
-        losses.append(float(value))
-    return [*losses, float(jax.jit(loss)(params, case.batch))]
-
-
-def compute(case: Computation, dtype: str) -> list[float]:
-    """All floating numbers of the result."""
-    result = jax.jit(jamp.autocast(case.fn, **OPTIONS[dtype]))(*case.args)
-    floating = [
-        np.asarray(leaf, np.float64).ravel()
-        for leaf in jax.tree.leaves(result)
-        if jnp.issubdtype(leaf.dtype, jnp.floating)
-    ]
-    found: list[float] = np.concatenate(floating).tolist()
-    return found
+    last = jax.jit(loss)
+    for params in starts:
+        state, losses, skipped = tx.init(params), [], 0
+        for _ in range(case.steps):
+            params, state, value, skip = step(params, state)
+            losses.append(float(value))
+            skipped += int(skip)
+        losses.append(float(last(params, case.batch)))
+        yield {"numbers": losses} | ({"skipped": skipped} if gradient else {})
 
 
-def run(case: Training | Computation, dtype: str) -> dict[str, Any]:
-    """What a program computes in one dtype, or the error that it raises."""
+def compute(
+    case: Computation, dtype: str, starts: list[Any]
+) -> Iterator[dict[str, Any]]:
+    """From each start, all floating numbers of the result."""
+    fn = jax.jit(jamp.autocast(case.fn, **OPTIONS[dtype]))
+    for args in starts:
+        floating = [
+            np.asarray(leaf, np.float64).ravel()
+            for leaf in jax.tree.leaves(fn(*args))
+            if jnp.issubdtype(leaf.dtype, jnp.floating)
+        ]
+        yield {"numbers": np.concatenate(floating).tolist()}
+
+
+def nudged(start: Any, seed: int) -> Any:
+    """A start whose numbers are changed by as little as rounding to bfloat16 does."""
+    draw = np.random.default_rng(seed).uniform
+
+    def nudge(leaf: Any) -> Any:
+        dtype = getattr(leaf, "dtype", None)
+        if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+            return leaf
+        return leaf * jnp.asarray(1 + draw(-1, 1, leaf.shape) / 2**9, dtype)
+
+    return jax.tree.map(nudge, start)
+
+
+def run(case: Training | Computation, dtype: str, nudges: int) -> list[dict[str, Any]]:
+    """What a program computes in one dtype, also if nudged, or the error it raises."""
+    training = isinstance(case, Training)
+    start = case.params if training else case.args
+    starts = [start, *(nudged(start, seed) for seed in range(nudges))]
     try:
-        numbers = (train if isinstance(case, Training) else compute)(case, dtype)
+        return list((train if training else compute)(case, dtype, starts))
     except Exception as error:  # noqa: BLE001 - the error is the figure
-        return {"error": f"{type(error).__name__}: {error}".partition("\n")[0][:300]}
-    return {"numbers": numbers}
+        return [{"error": f"{type(error).__name__}: {error}".partition("\n")[0][:300]}]
 
 
 def explanation(case: Training | Computation, dtype: str) -> dict[str, Any]:
@@ -110,12 +138,18 @@ def measure(program: Program) -> dict[str, Any]:
     }
     case = program.make()
     figures["kind"] = type(case).__name__.lower()
-    for dtype in OPTIONS:
-        figures[dtype] = run(case, dtype)
+    figures["float32"], *others = run(case, "float32", NUDGES)
+    wanted = figures["float32"].get("numbers")
+    if others:
+        away = [difference(found["numbers"], wanted, case) for found in others]
+        figures["float32"]["nudged"] = max(map(abs, away))
     for dtype in ("bfloat16", "float16"):
+        (figures[dtype],) = run(case, dtype, 0)
         if "error" not in figures[dtype]:
             figures[dtype] |= explanation(case, dtype)
-            figures[dtype]["difference"] = difference(figures, dtype)
+        if wanted and "error" not in figures[dtype]:
+            numbers = figures[dtype]["numbers"]
+            figures[dtype]["difference"] = difference(numbers, wanted, case)
     for dtype in OPTIONS:
         numbers = figures[dtype].pop("numbers", None)
         if numbers and figures["kind"] == "training":
@@ -123,20 +157,18 @@ def measure(program: Program) -> dict[str, Any]:
     return figures
 
 
-def difference(figures: dict[str, Any], dtype: str) -> float | None:
-    """How far the outcome is from float32's.
+def difference(
+    numbers: list[float], wanted: list[float], case: Training | Computation
+) -> float:
+    """How far an outcome is from the one that is wanted.
 
-    For a training, the difference of the last losses relative to what float32 gained;
-    for a computation, that of its numbers relative to the largest.
+    For a training, the difference of the last losses relative to what the wanted one
+    gained; for a computation, that of its numbers relative to the largest.
     """
-    if "error" in figures["float32"]:
-        return None
-    wanted = np.array(figures["float32"]["numbers"])
-    found = np.array(figures[dtype]["numbers"])
-    if figures["kind"] == "training":
-        scale = abs(wanted[0] - wanted[-1])
-        return float((found[-1] - wanted[-1]) / scale)
-    return float(np.max(np.abs(found - wanted)) / np.max(np.abs(wanted)))
+    if isinstance(case, Training):
+        return (numbers[-1] - wanted[-1]) / abs(wanted[0] - wanted[-1])
+    away = np.abs(np.subtract(numbers, wanted))
+    return float(np.max(away) / np.max(np.abs(wanted)))
 
 
 def in_process(name: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NamedTuple
 
-AREAS = ("networks", "solvers", "probability", "agents", "science")
+AREAS = ("networks", "solvers", "probability", "agents", "science", "plain")
 
 
 class Training(NamedTuple):
