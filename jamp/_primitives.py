@@ -24,6 +24,8 @@ ARITHMETIC = _names(
 )
 # Elementwise, and dimensions of size one, and scalars, are broadcast.
 BROADCASTING = _names("add atan2 div max min mul pow rem sub")
+# Their results are rounded, also where an operand is a constant.
+ROUNDING = BROADCASTING - _names("max min")
 # They repeat the elements of their operand.
 ENLARGING = _names("broadcast_in_dim broadcast_to tile")
 # They add up, or multiply, what they take.

@@ -296,3 +296,28 @@ def test_a_mask_without_tiny_numbers_stays_in_16_bits(name):
 
     ones, mask = jnp.ones((3, 3)), np.array([True, False, True])
     assert jamp.autocast(fn, device_type="gpu")(ones, ones, mask).dtype == "float16"
+
+
+BY_A_CONSTANT = {
+    "added": lambda h: h + 0.3,
+    "subtracted from it": lambda h: 0.3 - h,
+    "scaled": lambda h: 0.1 * h,
+    "divided": lambda h: h / 0.9,
+    "divided by a large count": lambda h: h / 5001,
+}
+
+
+@pytest.mark.parametrize("name", BY_A_CONSTANT)
+@pytest.mark.parametrize("low", ["float16", "bfloat16"])
+def test_a_constant_that_16_bits_do_not_hold_is_rounded_with_the_result(name, low):
+    def fn(x):
+        return BY_A_CONSTANT[name](x @ jnp.eye(64))
+
+    x = jax.random.normal(jax.random.key(0), (64, 64)).astype(low)
+    x = x.astype("float32")
+    found, pullback = jax.vjp(jamp.autocast(fn, device_type="gpu", dtype=low), x)
+    expected, pullback_in_float32 = jax.vjp(BY_A_CONSTANT[name], x)
+    assert found.dtype == low
+    np.testing.assert_array_equal(found, expected.astype(low))
+    (gradient,), (in_float32,) = pullback(x.astype(low)), pullback_in_float32(x)
+    np.testing.assert_array_equal(gradient, in_float32.astype(low))

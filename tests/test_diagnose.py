@@ -35,7 +35,7 @@ def square(x):
 
 def mean(h):
     """The mean of what a matmul reads, and with it all in front of it, in 16 bits."""
-    return jnp.mean(product(h * 1e-2))
+    return jnp.mean(product(h * 2**-7))
 
 
 def line_of(fn):

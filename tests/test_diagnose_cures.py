@@ -34,7 +34,7 @@ class Model:
         return q * q
 
     def __call__(self, x, w):
-        return jnp.mean((self.scores(x @ w) * 1e-3) @ w)
+        return jnp.mean((self.scores(x @ w) * 2**-10) @ w)
 """
 
 
@@ -54,7 +54,7 @@ def square(x):
 
 def mean(h):
     """The mean of what a matmul reads, and with it all in front of it, in 16 bits."""
-    return jnp.mean((h * 1e-3) @ EYE)
+    return jnp.mean((h * 2**-10) @ EYE)
 
 
 def test_a_name_that_a_policy_finds_is_quoted():
@@ -71,7 +71,7 @@ def small_squares(x):
     def square_here(h):
         return h * h
 
-    return square_here(x) * 1e-3
+    return square_here(x) * 2**-10
 
 
 def test_a_function_that_is_local_to_another_is_not_named():
@@ -88,7 +88,7 @@ def test_a_function_that_is_local_to_where_the_diagnosed_one_is_defined_is_named
         return h * h * h
 
     def fn(x):
-        return mean(cube(x @ EYE) * 1e-2)
+        return mean(cube(x @ EYE) * 2**-7)
 
     (suggestion,) = diagnose(fn)(X).suggestions
     assert "float32=[cube]" in suggestion.code

@@ -163,7 +163,7 @@ CONSTRUCTS["convolved"] = (convolved, (X, jnp.ones((3, 12))))
 CASES = {p.name: (p.fn, p.arguments()) for p in PROGRAMS} | CONSTRUCTS
 # An operation that rounds its own result has another dtype in the jaxpr, and casts of
 # the user's own count as none of autocast's.
-ROUNDED, OWN_CASTS = {"scalars", "scatter_add"}, {"cast_by_user"}
+ROUNDED, OWN_CASTS = {"keepdims", "scalars", "scatter_add"}, {"cast_by_user"}
 
 
 def explained(fn, *args, **options):

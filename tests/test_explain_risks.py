@@ -36,7 +36,7 @@ def power_in_a_product(h):
 
 
 def cube_in_a_branch(h):
-    return jax.lax.cond(h[0, 0] > 0, jnp.tanh, lambda h: (h * h * h) * 1e-3, h)
+    return jax.lax.cond(h[0, 0] > 0, jnp.tanh, lambda h: (h * h * h) * 2**-10, h)
 
 
 def masked_square(h):
@@ -134,6 +134,10 @@ def scaled_in_a_region(h):
     return (square / 1e3) @ W
 
 
+def scaled_by_what_16_bits_do_not_hold(h):
+    return (h * h * h * 1e-3) @ W
+
+
 def scaled_after_a_cast(h):
     wide = h.astype(jnp.float32)
     return (wide * wide * 1e-3) @ W
@@ -152,6 +156,7 @@ SAFE = [
     square_of_probabilities,
     scaled_in_a_region,
     scaled_after_a_cast,
+    scaled_by_what_16_bits_do_not_hold,
     returned,
 ]
 

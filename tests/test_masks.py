@@ -179,7 +179,7 @@ LITERALS = {
     "clip": lambda y: jnp.clip(y, -1e4, 1e4),
     "smallest number": lambda y: y + 2.0**-24,
     "largest number": lambda y: y - 65504.0,
-    "where with a product": lambda y: jnp.where(y > 0, y, 0.01 * y),
+    "where with a product": lambda y: jnp.where(y > 0, y, 0.25 * y),
     "pad": lambda y: jnp.pad(y, 1),
     "pad with a value": lambda y: jnp.pad(y, 1, constant_values=0.5),
 }

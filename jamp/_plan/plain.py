@@ -125,11 +125,24 @@ def _promote(eqn: JaxprEqn, operands: Values) -> Dtypes:
     result = None
     if any(destroyed(value, dtype) for value in floats):
         dtype = FLOAT32
-    elif any(v.dtype == FLOAT32 != dtype for v in firm if v.rank == 0):
-        # A scalar may be out of range, and its gradient is a sum: round the result.
+    elif dtype != FLOAT32 and any(_is_wide(value, eqn, dtype) for value in floats):
         result, dtype = dtype, FLOAT32
     results = (result,) * len(eqn.outvars) if result else ()
     return Dtypes(_each(operands, dtype), results)
+
+
+def _is_wide(value: Value, eqn: JaxprEqn, dtype: DType) -> bool:
+    """Whether an equation takes a scalar in float32, and rounds its result.
+
+    One that is computed may be out of range, and its gradient is a sum; a constant
+    would be rounded before the result is.
+    """
+    if not value.follows:
+        return value.rank == 0 and value.dtype == FLOAT32
+    number = value.constant
+    if number is None or eqn.primitive.name not in _primitives.ROUNDING:
+        return False
+    return number != float(value.constant_in(dtype).known)
 
 
 def plan_plain(equation: Equation) -> list[Value]:

@@ -37,6 +37,7 @@ class Kind(NamedTuple):
     linear: bool  # whether its backward pass needs nothing of its operands
     compares: bool  # whether its results are none of 16 bits that it takes
     orders: bool = False  # whether they say which of these are the largest
+    view: bool = False  # whether calls in float32 that read its result do it themselves
 
 
 def _kind(action: Action) -> Kind | None:
@@ -58,8 +59,24 @@ def _kind(action: Action) -> Kind | None:
     promotes = action.caster.record.ruling.rule is Rule.PROMOTE
     if low[0] and isinstance(action, Bind) and not promotes:
         return None
-    moves, linear = names <= _primitives.MOVEMENT, names <= _primitives.LINEAR
-    return Kind(exact, moves, low[0], linear, compares=takes_low and not low[0])
+    scales = isinstance(action, Bind) and _scales_low(action)
+    return Kind(
+        exact,
+        names <= _primitives.MOVEMENT,
+        low[0],
+        scales or names <= _primitives.LINEAR,
+        compares=takes_low and not low[0],
+        view=not low[0] and (scales or names == {"broadcast_in_dim"}),
+    )
+
+
+def _scales_low(action: Bind) -> bool:
+    """Whether an action scales or shifts 16 bits by a constant number."""
+    name = action.eqn.primitive.name
+    values = action.operands[1:] if name == "div" else action.operands
+    known = any(value.constant is not None for value in values)
+    named = name in ("add", "div", "mul", "sub")
+    return named and known and any(value.low for value in action.read)
 
 
 class Readers:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import chain
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
@@ -35,7 +35,7 @@ from jamp._plan.plan import (
 )
 from jamp._plan.readers import Kind, Readers, Reading, taken
 from jamp._plan.records import Conversion, Record, in_float32
-from jamp._plan.values import Value, Values
+from jamp._plan.values import Value
 
 
 def spare_roundings(plan: Plan) -> Plan:
@@ -81,8 +81,10 @@ class _Writer:
         self._readers = variants.readers(plan, results)
         # Each once, in order, without values.
         self._items: dict[Action | Group, None] = {}
-        # Casts and broadcasts that nothing has read yet, by the number of their result.
+        # Casts and views that nothing has read yet, by the number of their result.
         self._prepared: dict[int, Action] = {}
+        # What float32 calls that read it do themselves, by the number of its result.
+        self._views: dict[int, Bind] = {}
         # Of 16-bit values, by number: the float32 that they were rounded from, or what
         # would make it.
         self._wide: dict[int, Value] = {}
@@ -164,15 +166,16 @@ class _Writer:
     def _bind(self, action: Bind) -> None:
         found = self._readers.kind(action)
         if found is not None and found.exact:
-            (result, *_), name = action.results, action.eqn.primitive.name
+            number = action.results[0].number
             if not found.low and all(map(self._is_moved, action.read)):
-                self._moved.add(result.number)
-            if not found.low and name == "broadcast_in_dim":
-                self._prepare(action)
-                return
+                self._moved.add(number)
             if found.low and any(map(self._at_hand, action.read)):
-                self._exact[result.number] = action
-        self._keep(action)
+                self._exact[number] = action
+        if found is not None and found.view:
+            self._views[action.results[0].number] = action
+            self._prepare(action)
+        else:
+            self._keep(action)
 
     def _runs_wide(self, action: Bind | Structural) -> bool:
         """Whether an elementwise action runs in a float32 call from now on."""
@@ -205,8 +208,8 @@ class _Writer:
         return (found.linear or found.exact) and sum(map(self._readers.alone, kept)) > 1
 
     def _is_view(self, value: Value) -> bool:
-        """Whether it repeats another value, as calls that read it do themselves."""
-        return isinstance(self._prepared.get(value.number), Bind)
+        """Whether it repeats or scales another value, as its readers do themselves."""
+        return value.number in self._views
 
     def _is_moved(self, value: Value) -> bool:
         """Whether a value, in whatever dtype, holds 16 bits that were not rounded."""
@@ -233,7 +236,8 @@ class _Writer:
 
     def _take(self, action: Bind | Structural) -> None:
         """Makes an elementwise action a part of a float32 call."""
-        eqns, read = self._with_views(action.eqn, taken(action))
+        pairs = zip(action.eqn.invars, taken(action), strict=False)
+        eqns, read = self._with_views([action.eqn], pairs)
         found = self._readers.kind(action)
         assert found is not None  # noqa: S101 - only what has a kind is taken
         group = Group(action.caster)
@@ -252,36 +256,37 @@ class _Writer:
             self._records[record] = in_float32(self._records[record])
 
     def _with_views(
-        self, eqn: JaxprEqn, values: Values
+        self, eqns: Sequence[JaxprEqn], pairs: Iterable[tuple[Any, Value]]
     ) -> tuple[list[JaxprEqn], Bound]:
-        """An equation after those that repeat its operands, and what all take."""
-        eqns: list[JaxprEqn] = []
+        """Equations after the views that they read, and what all of them take."""
+        views: list[JaxprEqn] = []
         read: list[tuple[Var, Value]] = []
-        for var, value in zip(eqn.invars, values, strict=False):
+        for var, value in pairs:
             if isinstance(var, Literal):
                 continue
             value = self._taken(value)
             if self._is_view(value):
-                view = cast(Bind, self._prepared[value.number])
-                source = view.eqn
-                if source.outvars[0] is not var:
-                    # It stands in another program, which knows it by another name.
-                    source = source.replace(outvars=[var])
-                made, found = self._with_views(source, view.read)
-                eqns += made
+                view = self._views[value.number]
+                inner = zip(view.eqn.invars, view.read, strict=True)
+                # It may stand in another program, which has another name for it.
+                made, found = self._with_views([view.eqn.replace(outvars=[var])], inner)
+                views += made
                 read += found
             else:
                 read.append((var, value))
-        return [*eqns, eqn], read
+        return [*views, *eqns], read
 
     def _call(self, action: Float32Call) -> None:
         """Writes a float32 call, which takes what is at hand in float32 as it is."""
-        cheap = is_cheap(action.eqns)
-        values = map(self._taken, action.operands) if cheap else action.operands
-        read = list(zip(action.invars, map(self._make, values), strict=True))
+        cheap, eqns = is_cheap(action.eqns), action.eqns
+        read: Bound = list(zip(action.invars, action.operands, strict=True))
+        if cheap:
+            eqns, read = self._with_views(eqns, read)
+        else:
+            read = [(var, self._make(value)) for var, value in read]
         made = list(zip(action.outvars, action.results, strict=True))
         sharing = (self._making,) if cheap else ()
-        self._add(Group(action.caster, grows=cheap), action.eqns, read, made, sharing)
+        self._add(Group(action.caster, grows=cheap), eqns, read, made, sharing)
 
     def _add(
         self,

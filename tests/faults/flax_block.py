@@ -22,7 +22,7 @@ class Gate(nn.Module):
                 product = value * gate
         else:
             product = value * gate  # FAULT
-        return nn.Dense(32, name="out")(product * 1e-3)
+        return nn.Dense(32, name="out")(product * 2**-10)
 
 
 class Model(nn.Module):
