@@ -38,8 +38,7 @@ in float32 gained: +1% means that a hundredth of the gain is missing. Of a compu
 it shows the largest difference of a number of the result, relative to the largest
 number. **Nudged** is how far float32 itself ends from there, at most, where what it
 starts from (parameters, or arguments) is changed by as little as rounding to bfloat16
-does, in five ways: differences below that say nothing of autocast. Where it is empty,
-neither it nor what follows was measured. **Skipped** are
+does, in five ways: differences below that say nothing of autocast. **Skipped** are
 steps of a training in float16 that `jamp.dynamic_loss_scaling` left out, as the scale
 began too large, at 65536.
 """
