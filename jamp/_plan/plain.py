@@ -19,7 +19,16 @@ from jamp._lowerings.lower import has_own_product
 from jamp._plan.biases import free_dims, moved, product_and_bias
 from jamp._plan.plan import Bind, Broadcast, Equation
 from jamp._plan.records import Origin, Ruling
-from jamp._plan.values import BOOLEAN, Traits, Value, Values, destroyed, held, propagate
+from jamp._plan.values import (
+    BOOLEAN,
+    Traits,
+    Value,
+    Values,
+    destroyed,
+    held,
+    inexact,
+    propagate,
+)
 from jamp._policy.functions import code_of
 from jamp._policy.policy import Policy
 from jamp._policy.rules import Rule
@@ -139,10 +148,7 @@ def _is_wide(value: Value, eqn: JaxprEqn, dtype: DType) -> bool:
     """
     if not value.follows:
         return value.rank == 0 and value.dtype == FLOAT32
-    number = value.constant
-    if number is None or eqn.primitive.name not in _primitives.ROUNDING:
-        return False
-    return number != float(value.constant_in(dtype).known)
+    return eqn.primitive.name in _primitives.ROUNDING and inexact(value, dtype)
 
 
 def plan_plain(equation: Equation) -> list[Value]:

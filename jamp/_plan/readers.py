@@ -75,8 +75,8 @@ def _scales_low(action: Bind) -> bool:
     name = action.eqn.primitive.name
     values = action.operands[1:] if name == "div" else action.operands
     known = any(value.constant is not None for value in values)
-    named = name in ("add", "div", "mul", "sub")
-    return named and known and any(value.low for value in action.read)
+    low = any(value.low for value in action.read)
+    return name in _primitives.SCALING and known and low
 
 
 class Readers:

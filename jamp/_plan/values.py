@@ -61,9 +61,15 @@ def destroyed(value: Value, dtype: DType) -> bool:
     return bool(overflows[:2].any() or (numbers[2] > 0 and rounded[2] == 0))
 
 
-def _rounded(interval: Interval | None, dtype: DType) -> Any:
+def inexact(value: Value, dtype: DType) -> bool:
+    """Whether a scalar constant is another number in `dtype`."""
+    number = value.constant
+    return number is not None and bool(_rounded(number, dtype) != number)
+
+
+def _rounded(numbers: Any, dtype: DType) -> Any:
     with np.errstate(over="ignore", invalid="ignore"):
-        return np.array(interval, np.float64).astype(dtype).astype(np.float64)
+        return np.array(numbers, np.float64).astype(dtype).astype(np.float64)
 
 
 def _smallest(*values: float) -> float:
