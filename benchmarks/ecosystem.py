@@ -31,14 +31,12 @@ from rich.table import Table
 import jamp
 
 SECONDS = 600
+NUDGES = 5
 OPTIONS: dict[str, dict[str, Any]] = {
     "float32": {"enabled": False},
     "bfloat16": {"device_type": "cpu"},
     "float16": {"device_type": "gpu"},
 }
-
-
-NUDGES = 5
 
 
 def train(case: Training, dtype: str, starts: list[Any]) -> Iterator[dict[str, Any]]:
