@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax_harnesses import FLOAT32, HARNESSES, SAMPLE, arguments, plain
+from jax_harnesses import FLOAT32, HARNESSES, SAMPLE, arguments, is_refused
 from jaxprs import dtypes, is_float
 
 import jamp
@@ -35,21 +35,49 @@ def rounded(array, low):
     return array.astype(low).astype(FLOAT32) if array.dtype == FLOAT32 else array
 
 
-def runs(harness, device, compiled):
-    """The ways to run a case under autocast, with what plain JAX makes of it."""
+def ways(harness, device):
+    """The ways to run a case, each with what plain JAX is to compute instead."""
 
     def after_products(*args):
         return harness.dyn_fun(*map(product, args))
 
-    given = arguments(harness)
-    fn = jamp.autocast(harness.dyn_fun, device_type=device)
-    yield "eager", fn, plain(harness)
-    if compiled:
-        yield "under jit", jax.jit(fn), plain(harness)
-    if any(array.dtype == FLOAT32 for array in given):
-        fn = jamp.autocast(after_products, device_type=device)
-        low = [rounded(array, LOW[device]) for array in given]
-        yield "after products", jax.jit(fn), harness.dyn_fun(*low)
+    def of_rounded(*args):
+        return harness.dyn_fun(*(rounded(array, LOW[device]) for array in args))
+
+    yield "alone", harness.dyn_fun, harness.dyn_fun
+    if any(array.dtype == FLOAT32 for array in arguments(harness)):
+        yield "after products", after_products, of_rounded
+
+
+def under_autocast(harness, device):
+    """A program of a case in each way, and of what each is to be near."""
+
+    def run(*args):
+        return {
+            way: (jamp.autocast(fn, device_type=device)(*args), near(*args))
+            for way, fn, near in ways(harness, device)
+        }
+
+    return run
+
+
+def compiled(fn, *args):
+    # XLA may leave out roundings to 16 bits unless it is told not to.
+    options = {"xla_allow_excess_precision": False}
+    return jax.jit(fn, compiler_options=options)(*args)
+
+
+def on_both_devices(harness):
+    """A case under both policies; it is compiling that takes time, so do it once."""
+
+    def run(*args):
+        return {
+            f"{device}, {way}": pair
+            for device in LOW
+            for way, pair in under_autocast(harness, device)(*args).items()
+        }
+
+    return compiled(run, *arguments(harness))
 
 
 def fault(actual, expected, sums=False):
@@ -80,59 +108,55 @@ def fault(actual, expected, sums=False):
     return f"off by {off:.1f} roundings" if off > ROUNDINGS else None
 
 
-def faults(harness, device, compiled):
-    """What is wrong with a case under autocast, in words."""
+def faults(harness, run):
+    """What is wrong with a case, in words, if `run` computes it in each way."""
     sums = harness.group_name in SUMS
-    given = arguments(harness)
-    for way, fn, expected in runs(harness, device, compiled):
+    try:
+        computed = run(harness)
+    except Exception as error:  # noqa: BLE001 - reported with the others
+        yield f"{harness.fullname}: {error!r}"
+        return
+    for way, (actual, expected) in computed.items():
         where = f"{harness.fullname}, {way}"
-        try:
-            actual = fn(*given)
-            promised = jax.eval_shape(fn, *given)
-        except Exception as error:  # noqa: BLE001 - reported with the others
-            yield f"{where}: {error!r}"
-            continue
         if jax.tree.structure(actual) != jax.tree.structure(expected):
             yield f"{where}: another tree"
             continue
-        if dtypes(actual) != dtypes(promised):
-            yield f"{where}: {dtypes(actual)}, when traced {dtypes(promised)}"
         pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
         for what in (fault(*pair, sums) for pair in pairs):
             if what:
                 yield f"{where}: {what}"
 
 
-def assert_sound(harnesses, device, compiled=False):
-    accepted = [harness for harness in harnesses if plain(harness) is not None]
-    found = [what for h in accepted for what in faults(h, device, compiled)]
+@pytest.mark.once
+@each_group
+def test_a_case_of_each_dtype_is_near_plain_jax(group):
+    found = [what for h in SAMPLE[group] for what in faults(h, on_both_devices)]
     assert not found, "\n".join(found)
 
 
-@pytest.mark.once
-@each_device
-@each_group
-def test_a_case_of_each_dtype_is_near_plain_jax(group, device):
-    assert_sound(SAMPLE[group], device)
+def of_every_case(harness, device):
+    """What is wrong with a case: compiled, and as users run it outside of jax.jit."""
+    run, given = under_autocast(harness, device), arguments(harness)
+    yield from faults(harness, lambda _: compiled(run, *given))
+    yield from faults(harness, lambda _: run(*given))
+    if dtypes(run(*given)) != dtypes(jax.eval_shape(run, *given)):
+        yield f"{harness.fullname}: other dtypes when traced"
 
 
 @pytest.mark.slow
 @each_device
 @each_group
 def test_every_case_is_near_plain_jax(group, device):
-    assert_sound(HARNESSES[group], device, compiled=True)
+    accepted = [harness for harness in HARNESSES[group] if not is_refused(harness)]
+    found = [what for h in accepted for what in of_every_case(h, device)]
+    assert not found, "\n".join(found)
     jax.clear_caches()  # thousands of programs
 
 
-@pytest.mark.once
-@pytest.mark.parametrize(
-    "groups",
-    [SAMPLE, pytest.param(HARNESSES, marks=pytest.mark.slow)],
-    ids=["sample", "all"],
-)
-def test_plain_jax_refuses_few_cases(groups):
-    harnesses = [harness for group in groups.values() for harness in group]
-    refused = [harness.fullname for harness in harnesses if plain(harness) is None]
+@pytest.mark.slow
+def test_plain_jax_refuses_few_cases():
+    harnesses = [harness for group in HARNESSES.values() for harness in group]
+    refused = [harness.fullname for harness in filter(is_refused, harnesses)]
     assert len(refused) < 0.02 * len(harnesses), refused
 
 
