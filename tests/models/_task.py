@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import optax
 
@@ -25,6 +26,28 @@ class Task(NamedTuple):
     state: Any
     batches: list[Any]
     optimizer: optax.GradientTransformation
+
+
+def drawn(shapes: Any, rng: np.random.Generator) -> Any:
+    """Weights of these shapes, each by its name.
+
+    To compile what libraries draw theirs with takes longer than to train with them.
+    """
+
+    def draw(path: Any, leaf: Any) -> np.ndarray:
+        name, shape = jax.tree_util.keystr(path), leaf.shape
+        if any(part in name for part in ("norm", "Norm", "var")):
+            ones = any(part in name for part in ("scale", "weight", "var"))
+            return np.full(shape, float(ones), leaf.dtype)
+        if "bias" in name:
+            return np.zeros(shape, leaf.dtype)
+        std = 0.02  # of what is added or looked up
+        if "kernel" in name or "weight" in name:
+            # Equinox has the outputs first, Flax has them last.
+            std = (leaf.size // shape[0 if "weight" in name else -1]) ** -0.5
+        return (std * rng.standard_normal(shape)).astype(leaf.dtype)
+
+    return jax.tree.map_with_path(draw, shapes)
 
 
 def noisy_patterns(

@@ -1,13 +1,13 @@
 """ResNet in Flax linen: bottleneck blocks with BatchNorm (He et al. 2015)."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import numpy as np
 import optax
 
-from ._task import Task, noisy_patterns
-
-kaiming = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
+from ._task import Task, drawn, noisy_patterns
 
 
 class Bottleneck(nn.Module):
@@ -19,18 +19,14 @@ class Bottleneck(nn.Module):
     @nn.compact
     def __call__(self, x, train):
         def conv(features, size, stride, x):
-            window, strides = (size, size), (stride, stride)
-            conv = nn.Conv(
-                features, window, strides, use_bias=False, kernel_init=kaiming
-            )
-            return conv(x)
+            return nn.Conv(features, (size, size), (stride, stride), use_bias=False)(x)
 
-        def norm(x, scale_init=nn.initializers.ones):
-            return nn.BatchNorm(not train, momentum=0.9, scale_init=scale_init)(x)
+        def norm(x):
+            return nn.BatchNorm(not train, momentum=0.9)(x)
 
         y = nn.relu(norm(conv(self.width, 1, 1, x)))
         y = nn.relu(norm(conv(self.width, 3, self.stride, y)))
-        y = norm(conv(4 * self.width, 1, 1, y), nn.initializers.zeros)
+        y = norm(conv(4 * self.width, 1, 1, y))
         if x.shape != y.shape:
             x = norm(conv(4 * self.width, 1, self.stride, x))
         return nn.relu(x + y)
@@ -45,7 +41,7 @@ class ResNet(nn.Module):
 
     @nn.compact
     def __call__(self, x, train):
-        x = nn.Conv(16, (7, 7), (2, 2), use_bias=False, kernel_init=kaiming)(x)
+        x = nn.Conv(16, (7, 7), (2, 2), use_bias=False)(x)
         x = nn.relu(nn.BatchNorm(not train, momentum=0.9)(x))
         x = nn.max_pool(x, (3, 3), (2, 2), "SAME")
         for stage, (width, blocks) in enumerate(
@@ -60,8 +56,9 @@ def make_task() -> Task:
     """Classification of noisy patterns, by SGD with momentum."""
     model = ResNet()
     batches = noisy_patterns(np.random.default_rng(0), model.classes, (32, 32, 3), 1.0)
-    init = jax.jit(lambda key: model.init(key, batches[0][0], True))
-    variables = init(jax.random.key(0))
+    init = functools.partial(model.init, train=True)
+    shapes = jax.eval_shape(init, jax.random.key(0), batches[0][0])
+    variables = drawn(shapes, np.random.default_rng(0))
 
     def loss_fn(params, stats, batch):
         images, labels = batch

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ._task import STEPS, Task
+from ._task import STEPS, Task, drawn
 
 VOCABULARY, TAGS, LENGTH, SIZE = 50, 6, 16, 32
 
@@ -40,7 +40,8 @@ def tagged_sentences(rng):
 def make_task() -> Task:
     """Tags of words within each sentence's length, by Adam."""
     model, batches = Tagger(), tagged_sentences(np.random.default_rng(5))
-    params = jax.jit(model.init)(jax.random.key(5), *batches[0][:2])
+    shapes = jax.eval_shape(model.init, jax.random.key(5), *batches[0][:2])
+    params = drawn(shapes, np.random.default_rng(5))
 
     def loss_fn(params, state, batch):
         words, lengths, tags = batch

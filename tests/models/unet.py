@@ -6,7 +6,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from ._task import STEPS, Task
+from ._task import STEPS, Task, drawn
 
 SIZE, WIDTH, GROUPS = 16, 16, 4
 
@@ -108,7 +108,8 @@ def blobs(rng, size=16):
 
 def make_task() -> Task:
     """Denoising of blobs, by Adam."""
-    graph, params = nnx.split(nnx.jit(UNet)(nnx.Rngs(4)))
+    graph, shapes = nnx.split(nnx.eval_shape(lambda: UNet(nnx.Rngs(4))))
+    params = drawn(shapes, np.random.default_rng(4))
 
     def loss_fn(params, state, batch):
         return noise_loss(nnx.merge(graph, params), batch), state
