@@ -87,6 +87,11 @@ class Function:
             return None
 
 
+@functools.cache
+def _is_installed(module: str) -> bool:
+    return find_spec(module) is not None
+
+
 def _resolve(name: str) -> CodeType | None:
     parts = name.split(".")
     if not all(map(str.isidentifier, parts)):
@@ -105,7 +110,7 @@ def _resolve(name: str) -> CodeType | None:
         held, obj = obj, getattr(obj, part, None)
         if obj is None:
             package = part == parts[cut] != last and hasattr(held, "__path__")
-            if package and find_spec(f"{held.__name__}.{part}") is not None:
+            if package and _is_installed(f"{held.__name__}.{part}"):
                 return None  # a module that is not imported yet
             near = [f"{name.removesuffix(last)}{other}" for other in dir(held)]
             hint = did_you_mean(name, near) if part == last else ""
