@@ -230,10 +230,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Result]:
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--figure", type=Path, default=FIGURE, metavar="PATH")
-    parser.add_argument("--quick", action="store_true", help="6 epochs, little timing")
+    parser.add_argument("--quick", action="store_true", help="3 epochs, little timing")
     args = parser.parse_args(argv)
 
-    epochs, rounds = (6, 3) if args.quick else (args.epochs, 20)
+    epochs, rounds = (3, 3) if args.quick else (args.epochs, 20)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", jamp.JampWarning)
         results = train_both(epochs, args.seed, rounds)

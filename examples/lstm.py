@@ -20,7 +20,7 @@ import optax
 
 import jamp
 
-LENGTH, BATCH_SIZE, HIDDEN = 30, 64, 64
+LENGTH, BATCH_SIZE, HIDDEN = 20, 64, 64
 STEPS_PER_CALL = 100
 
 
