@@ -1,7 +1,8 @@
-# `make train` runs the example, in a minute, `make test` every check, `make test-slow` the
-# long runs that it leaves out, `make docs` writes the documentation to site/. Each first
-# sets up what it needs in a virtual environment: .venv, or .venv-3.x when PYTHON names
-# another Python; `make setup` does no more than that, for the tests.
+# `make train` runs the example, in a minute, `make test` every check (`make lint`, `make
+# types` and `make test-fast` a part of it), `make test-slow` the long runs that it leaves
+# out, `make docs` writes the documentation to site/. Each first sets up what it needs in a
+# virtual environment: .venv, or .venv-3.x when PYTHON names another Python; `make setup`
+# does no more than that, for the tests.
 
 PYTHON ?= python3
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
@@ -24,17 +25,25 @@ export PIP_NO_INPUT := 1
 # Packages are installed without bytecode; Python writes it where it imports them.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train setup test test-slow docs clean
+.PHONY: train setup test lint types test-fast test-slow docs clean
 
 train: $(VENV)/.installed-$(VERSION)-examples
 	$(BIN)/python examples/digits.py
 
 setup: $(VENV)/.installed-$(VERSION)-test
 
-test: setup
+# mypy runs beside the tests, so that no core waits for it.
+test: lint
+	$(MAKE) --no-print-directory --jobs types test-fast
+
+lint: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+
+types: setup
 	$(BIN)/mypy --strict jamp tests/typing_examples.py
+
+test-fast: setup
 	$(BIN)/pytest -n 2 --dist worksteal -m '$(MARKED)'
 
 test-slow: setup
