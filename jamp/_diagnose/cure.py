@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import chain, product, takewhile
-from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -21,7 +20,7 @@ from jamp._dtypes import BFLOAT16, FLOAT16, narrow
 from jamp._policy.functions import Function
 from jamp._policy.policy import Policy
 from jamp._tracing import trace
-from jamp._tracing.origin import Location, is_users, stem_of
+from jamp._tracing.origin import is_users, stem_of
 from jamp._tracing.regions import Options
 
 _TRACE = trace.trace.__code__.co_filename
@@ -78,7 +77,7 @@ class Change:
 def changes_for(output: Measured, examination: Examination) -> list[Change]:
     """Small changes that may cure an output, in the order in which to try them."""
     line = [at for at in (output.location,) if at]
-    regions = [Change("region", at, f"computes {_short(at)} in float32") for at in line]
+    regions = [Change("region", at, f"computes {at.short} in float32") for at in line]
     rules = _rules(output, examination, broad=False)
     matmuls = [m for m in examination.measured if m.matmul]
 
@@ -209,10 +208,6 @@ def _primitives(output: Measured, others: list[Measured]) -> Iterator[Change]:
         yield Change("primitive", name, reason)
 
 
-def _short(location: Location) -> str:
-    return f"{Path(location.file).name}:{location.line}"
-
-
 def cure(
     subject: Subject, before: Examination, examine: Examine
 ) -> tuple[list[Fault], tuple[Suggestion, ...]]:
@@ -323,7 +318,7 @@ def _suggest(
                 code = f"scaler = jamp.GradScaler(init_scale={change.value})"
                 yield Suggestion(code, change.reason, True, loss_scale=change.value)
             case "region":
-                line = _short(change.value)
+                line = change.value.short
                 code = f"with jamp.autocast(enabled=False):  # around {line}"
                 if not any(m.matmul for m in examination.measured if change.covers(m)):
                     # Up to the next product, a cast does the same.

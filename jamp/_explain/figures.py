@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from pathlib import Path
 from string import digits
 from typing import Any, NamedTuple
 
@@ -284,7 +283,7 @@ def _names(dtypes: Iterable[Any]) -> tuple[str, ...]:
 
 
 def line_of(found: Location | None) -> str:
-    return f"{Path(found.file).name}:{found.line}" if found else ""
+    return found.short if found else ""
 
 
 class PolicyEntry(NamedTuple):

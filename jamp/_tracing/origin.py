@@ -59,6 +59,10 @@ class Location:
     def __str__(self) -> str:
         return f"{self.file}:{self.line} ({self.function})"
 
+    @property
+    def short(self) -> str:
+        return f"{Path(self.file).name}:{self.line}"
+
 
 # Whose lines in site-packages are never the user's own, and never worth showing.
 _CORE = frozenset("chex jamp jax jaxlib jaxtyping numpy scipy".split())
