@@ -286,14 +286,21 @@ def primitive_ruling(eqn: JaxprEqn, operands: Values, policy: Policy) -> Ruling:
     rule = rules.get(name)
     if rule is None:
         return Ruling(Rule.AS_TRACED, Origin.DEFAULT, name, policy.name)
-    if rule is Rule.LOWER and is_elementwise(eqn):
-        return Ruling(Rule.PROMOTE, Origin.ELEMENTWISE, name, policy.name)
-    if rule is Rule.LOWER and all(value.traits.table for value in operands):
-        return Ruling(Rule.PROMOTE, Origin.TABLE, name, policy.name)
-    dtypes = [value.dtype for value in operands[:2]] if rule is Rule.LOWER else []
-    if any(map(exceeds_16_bits, dtypes)) and any(map(eligible, dtypes)):
-        return Ruling(Rule.PROMOTE, Origin.INTEGERS, name, policy.name)
+    why = _promoted(eqn, operands) if rule is Rule.LOWER else None
+    if why is not None:
+        return Ruling(Rule.PROMOTE, why, name, policy.name)
     return Ruling(rule, Origin.PRIMITIVE, name, policy.name)
+
+
+def _promoted(eqn: JaxprEqn, operands: Values) -> Origin | None:
+    """Why a product promotes although the policy lowers its primitive, if it does."""
+    if is_elementwise(eqn):
+        return Origin.ELEMENTWISE
+    if all(value.traits.table for value in operands):
+        return Origin.TABLE
+    dtypes = [value.dtype for value in operands[:2]]
+    rounds = any(map(exceeds_16_bits, dtypes)) and any(map(eligible, dtypes))
+    return Origin.INTEGERS if rounds else None
 
 
 def _continues(group: Sequence[_Entry], entry: _Entry) -> bool:
