@@ -19,7 +19,8 @@ from jamp._errors import (
     ScalerTypeError,
 )
 from jamp._explain import Report, explain
-from jamp._loss_scaling.gradients import metrics, value_and_grad
+from jamp._loss_scaling.gradients import value_and_grad
+from jamp._loss_scaling.metrics import metrics
 from jamp._loss_scaling.scaler import GradScaler, ScalerState
 from jamp._loss_scaling.transformation import (
     DynamicLossScalingState,
