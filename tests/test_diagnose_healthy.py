@@ -1,6 +1,7 @@
 """`jamp.diagnose` finds nothing wrong with models that train well."""
 
 import functools
+import itertools
 
 import flax.nnx as nnx
 import jax
@@ -18,10 +19,14 @@ pytestmark = pytest.mark.numbers
 LOSS_SCALE = {"float16": 2.0**10, "bfloat16": 1.0}
 
 each_dtype = pytest.mark.parametrize("dtype", LOSS_SCALE)
-# The others take half a minute each.
+# The others take up to half a minute each.
+QUICK = ("gpt2", "float16")
 each_model = pytest.mark.parametrize(
-    "name",
-    [pytest.param(m, marks=[] if m == "gpt2" else pytest.mark.slow) for m in MODELS],
+    "name, dtype",
+    [
+        pytest.param(*case, marks=[] if case == QUICK else pytest.mark.slow)
+        for case in itertools.product(MODELS, LOSS_SCALE)
+    ],
 )
 
 
@@ -42,7 +47,6 @@ def check(diagnosis):
     assert "healthy" in str(diagnosis)
 
 
-@each_dtype
 @each_model
 def test_a_model(name, dtype):
     task = make_task(name)

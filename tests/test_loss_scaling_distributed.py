@@ -1,11 +1,5 @@
 """An overflow on one device skips the step on all, and leaves equal states."""
 
-import json
-import socket
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -152,29 +146,3 @@ def test_states_of_all_devices_are_equal_after_an_overflow_on_one():
         shards = [np.asarray(shard.data) for shard in leaf.addressable_shards]
         for shard in shards[1:]:
             np.testing.assert_array_equal(shard, shards[0])
-
-
-def free_port():
-    with socket.socket() as server:
-        server.bind(("localhost", 0))
-        return server.getsockname()[1]
-
-
-def test_two_processes_skip_together_and_end_up_equal():
-    port = free_port()
-    script = Path(__file__).with_name("two_processes.py")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(port), str(number)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(2)
-    ]
-    outputs = [process.communicate(timeout=300)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
-    first, second = (json.loads(output.splitlines()[-1]) for output in outputs)
-    assert first == second
-    assert first["processes"] == 2
-    assert first["skipped"] == 1
-    assert np.isfinite(np.concatenate([np.ravel(a) for a in first["leaves"]])).all()
