@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import pytest
 
+from jamp.__main__ import main as jamp_command
+
 pytestmark = pytest.mark.once
 
 ROOT = Path(__file__).parents[1]
@@ -53,6 +55,21 @@ def assert_shown(shown, printed):
         pytest.fail(f"the page shows\n\n{shown}\nbut this was printed:\n\n{printed}")
 
 
+def output_of(arguments):
+    """What `python` prints, given these arguments."""
+    if arguments[:2] == ["-m", "jamp"]:
+        # In this process, which has imported JAX.
+        with (
+            contextlib.redirect_stdout(io.StringIO()) as output,
+            contextlib.redirect_stderr(output),
+        ):
+            jamp_command(arguments[2:])
+        return output.getvalue()
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.stdout + done.stderr
+
+
 def run(page):
     """Runs the blocks of a page."""
     names, printed = {}, ""
@@ -63,9 +80,7 @@ def run(page):
             Path(block.title).write_text(block.text, "utf-8")
         elif block.language == "console":
             for arguments, shown in COMMAND.findall(block.text):
-                command = [sys.executable, *arguments.split()]
-                done = subprocess.run(command, capture_output=True, text=True)
-                assert_shown(shown, done.stdout + done.stderr)
+                assert_shown(shown, output_of(arguments.split()))
         else:
             # Padded, so that errors name the lines of the page.
             code = compile("\n" * block.line + block.text, str(page), "exec")
