@@ -5,30 +5,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ecosystem_programs import Computation, Training, program
-
-Array = jax.Array
-
-
-def normals(*shape: int, seed: int = 0) -> Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+from ecosystem_programs.parts import Array, apply, dense, normals
 
 
 def network(*sizes: int) -> list[tuple[Array, Array]]:
     pairs = enumerate(pairwise(sizes))
-    return [
-        (normals(a, b, seed=i) / np.sqrt(a), 0.1 * normals(b, seed=i + 9))
-        for i, (a, b) in pairs
-    ]
-
-
-def apply(params: Any, x: Array) -> Array:
-    for w, b in params[:-1]:
-        x = jax.nn.relu(x @ w + b)
-    w, b = params[-1]
-    return x @ w + b
+    return [(dense(a, b, i), 0.1 * normals(b, seed=i + 9)) for i, (a, b) in pairs]
 
 
 @program("mctx")

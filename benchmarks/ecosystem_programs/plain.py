@@ -8,12 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ecosystem_programs import Computation, Training, program
-
-Array = jax.Array
-
-
-def normals(*shape: int, seed: int = 0) -> Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+from ecosystem_programs.parts import Array, apply, dense, normals
 
 
 def labels(number: int, *shape: int, seed: int = 0) -> Array:
@@ -29,16 +24,9 @@ def weights(**shapes: tuple[int, ...]) -> dict[str, Array]:
 
 def network(*sizes: int, seed: int = 0) -> list[tuple[Array, Array]]:
     return [
-        (normals(a, b, seed=seed + i) / np.sqrt(a), jnp.zeros(b))
+        (dense(a, b, seed + i), jnp.zeros(b))
         for i, (a, b) in enumerate(pairwise(sizes))
     ]
-
-
-def apply(params: Any, x: Array, activation: Any = jax.nn.gelu) -> Array:
-    for w, b in params[:-1]:
-        x = activation(x @ w + b)
-    w, b = params[-1]
-    return x @ w + b
 
 
 @program("jax")
@@ -169,7 +157,7 @@ def plain_speech() -> Training:
 
     def loss(params: Any, batch: Any) -> Array:
         frames, tokens = batch
-        logits = apply(params, frames)
+        logits = apply(params, frames, jax.nn.gelu)
         padding = jnp.zeros(frames.shape[:2]), jnp.zeros(tokens.shape)
         return jnp.mean(optax.ctc_loss(logits, padding[0], tokens, padding[1]))
 
@@ -219,11 +207,13 @@ def plain_vector_quantisation() -> Training:
         def unit(x: Array) -> Array:
             return x * jax.lax.rsqrt(jnp.sum(x**2, -1, keepdims=True) + 1e-6)
 
-        found, codes = unit(apply(params["encode"], batch)), unit(params["codes"])
+        found = unit(apply(params["encode"], batch, jax.nn.gelu))
+        codes = unit(params["codes"])
         squares = jnp.sum(found**2, -1, keepdims=True) + jnp.sum(codes**2, -1)
         nearest = codes[jnp.argmin(squares - 2 * found @ codes.T, -1)]
         passed = found + jax.lax.stop_gradient(nearest - found)
-        fit = jnp.mean((apply(params["decode"], passed) - batch) ** 2)
+        decoded = apply(params["decode"], passed, jax.nn.gelu)
+        fit = jnp.mean((decoded - batch) ** 2)
         codebook = jnp.mean((jax.lax.stop_gradient(found) - nearest) ** 2)
         commitment = jnp.mean((found - jax.lax.stop_gradient(nearest)) ** 2)
         return fit + codebook + 0.25 * commitment

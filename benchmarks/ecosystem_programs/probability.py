@@ -7,12 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ecosystem_programs import Computation, Training, program
-
-Array = jax.Array
-
-
-def normals(*shape: int, seed: int = 0) -> Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+from ecosystem_programs.parts import Array, dense, normals
 
 
 def regression(points: int = 128, features: int = 8) -> tuple[Array, Array]:
@@ -187,16 +182,15 @@ def distrax_vae() -> Training:
     """A variational autoencoder of binary images."""
     import distrax
 
-    def dense(name: int, inputs: int, outputs: int) -> Any:
-        w = normals(inputs, outputs, seed=name) / np.sqrt(inputs)
-        return w, jnp.zeros(outputs)
+    def drawn(number: int, inputs: int, outputs: int) -> Any:
+        return dense(inputs, outputs, number), jnp.zeros(outputs)
 
     params = {
-        "encode": dense(1, 64, 32),
-        "mean": dense(2, 32, 4),
-        "scale": dense(3, 32, 4),
-        "decode": dense(4, 4, 32),
-        "image": dense(5, 32, 64),
+        "encode": drawn(1, 64, 32),
+        "mean": drawn(2, 32, 4),
+        "scale": drawn(3, 32, 4),
+        "decode": drawn(4, 4, 32),
+        "image": drawn(5, 32, 64),
     }
 
     def loss(params: Any, batch: Any) -> Array:

@@ -7,20 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ecosystem_programs import Computation, Training, program
-
-Array = jax.Array
-
-
-def normals(*shape: int, seed: int = 0) -> Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+from ecosystem_programs.parts import Array, dense, normals
 
 
 def uniform(*shape: int, seed: int = 0) -> Array:
     return jnp.asarray(np.random.default_rng(seed).uniform(size=shape), jnp.float32)
-
-
-def dense(inputs: int, outputs: int, seed: int = 0) -> Array:
-    return normals(inputs, outputs, seed=seed) / np.sqrt(inputs)
 
 
 def edges(nodes: int, number: int) -> tuple[Array, Array]:
