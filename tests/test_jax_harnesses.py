@@ -49,35 +49,25 @@ def ways(harness, device):
         yield "after products", after_products, of_rounded
 
 
-def under_autocast(harness, device):
+def under_autocast(harness, devices):
     """A program of a case in each way, and of what each is to be near."""
 
     def run(*args):
         return {
-            way: (jamp.autocast(fn, device_type=device)(*args), near(*args))
+            f"{device}, {way}": (
+                jamp.autocast(fn, device_type=device)(*args),
+                near(*args),
+            )
+            for device in devices
             for way, fn, near in ways(harness, device)
         }
 
     return run
 
 
-def compiled(fn, *args):
+def compiled(fn):
     # XLA may leave out roundings to 16 bits unless it is told not to.
-    options = {"xla_allow_excess_precision": False}
-    return jax.jit(fn, compiler_options=options)(*args)
-
-
-def on_both_devices(harness):
-    """A case under both policies; it is compiling that takes time, so do it once."""
-
-    def run(*args):
-        return {
-            f"{device}, {way}": pair
-            for device in LOW
-            for way, pair in under_autocast(harness, device)(*args).items()
-        }
-
-    return compiled(run, *arguments(harness))
+    return jax.jit(fn, compiler_options={"xla_allow_excess_precision": False})
 
 
 def fault(actual, expected, sums=False):
@@ -110,12 +100,14 @@ def fault(actual, expected, sums=False):
 
 def faults(harness, run):
     """What is wrong with a case, in words, if `run` computes it in each way."""
-    sums = harness.group_name in SUMS
+    sums, given = harness.group_name in SUMS, arguments(harness)
     try:
-        computed = run(harness)
+        computed, promised = run(*given), jax.eval_shape(run, *given)
     except Exception as error:  # noqa: BLE001 - reported with the others
         yield f"{harness.fullname}: {error!r}"
         return
+    if dtypes(computed) != dtypes(promised):
+        yield f"{harness.fullname}: other dtypes when traced"
     for way, (actual, expected) in computed.items():
         where = f"{harness.fullname}, {way}"
         if jax.tree.structure(actual) != jax.tree.structure(expected):
@@ -130,17 +122,10 @@ def faults(harness, run):
 @pytest.mark.once
 @each_group
 def test_a_case_of_each_dtype_is_near_plain_jax(group):
-    found = [what for h in SAMPLE[group] for what in faults(h, on_both_devices)]
+    # It is compiling that takes the time: both policies are one program.
+    programs = [(h, compiled(under_autocast(h, LOW))) for h in SAMPLE[group]]
+    found = [what for harness, run in programs for what in faults(harness, run)]
     assert not found, "\n".join(found)
-
-
-def of_every_case(harness, device):
-    """What is wrong with a case: compiled, and as users run it outside of jax.jit."""
-    run, given = under_autocast(harness, device), arguments(harness)
-    yield from faults(harness, lambda _: compiled(run, *given))
-    yield from faults(harness, lambda _: run(*given))
-    if dtypes(run(*given)) != dtypes(jax.eval_shape(run, *given)):
-        yield f"{harness.fullname}: other dtypes when traced"
 
 
 @pytest.mark.slow
@@ -148,7 +133,13 @@ def of_every_case(harness, device):
 @each_group
 def test_every_case_is_near_plain_jax(group, device):
     accepted = [harness for harness in HARNESSES[group] if not is_refused(harness)]
-    found = [what for h in accepted for what in of_every_case(h, device)]
+    programs = [(harness, under_autocast(harness, [device])) for harness in accepted]
+    found = [
+        what
+        for harness, run in programs
+        for way in (run, compiled(run))
+        for what in faults(harness, way)
+    ]
     assert not found, "\n".join(found)
     jax.clear_caches()  # thousands of programs
 
