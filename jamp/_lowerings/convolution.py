@@ -53,9 +53,7 @@ def _convolve_on_cpu(lhs: Any, rhs: Any, wide: Any, params: Mapping[str, Any]) -
     groups = shape.feature_group_count > 1 or shape.batch_group_count > 1
     sizes = [*lhs.shape, *rhs.shape]
     known = all(isinstance(size, int) and size > 0 for size in sizes)
-    if lhs.dtype != BFLOAT16 or not has_fast_products():
-        return _by_xla(lhs, rhs, shape, to, lhs.dtype)
-    if known and not groups:
+    if lhs.dtype == BFLOAT16 and has_fast_products() and known and not groups:
         if all(d == 1 for d in shape.lhs_dilation):
             return _convolved(lhs, rhs, shape, to, wide)
         if all(s == 1 for s in (*shape.window_strides, *shape.rhs_dilation)):
@@ -78,8 +76,8 @@ def _convolved(lhs: Any, rhs: Any, shape: Shape, to: DType, wide: Any) -> Any:
     return _by_xla(wide, rhs, shape, to)
 
 
-def _by_xla(lhs: Any, rhs: Any, shape: Shape, to: DType, dtype: Any = FLOAT32) -> Any:
-    lhs, rhs = (lax.convert_element_type(array, dtype) for array in (lhs, rhs))
+def _by_xla(lhs: Any, rhs: Any, shape: Shape, to: DType) -> Any:
+    lhs, rhs = (lax.convert_element_type(array, FLOAT32) for array in (lhs, rhs))
     params = shape._asdict()
     result = lax.conv_general_dilated(lhs, rhs, **params, precision=PRECISION)
     return lax.convert_element_type(result, to)
