@@ -8,6 +8,7 @@ import jax
 from jax.extend.core import JaxprEqn, Primitive
 
 from jamp import _dtypes, _primitives
+from jamp._lowerings import orders
 from jamp._lowerings.bilinear import PRECISION, product_params
 from jamp._lowerings.convolution import convolution_p
 from jamp._lowerings.product import product_p
@@ -37,6 +38,8 @@ def lowering(
         params = _params_of_product(params, avals)
     elif name in _primitives.SCATTERS:
         params = _params_of_scatter(eqn, avals)
+    elif eqn.primitive in orders.OWN and avals[0].dtype in _dtypes.LOW_DTYPES:
+        return orders.OWN[eqn.primitive], params
     return eqn.primitive, params
 
 

@@ -1,0 +1,149 @@
+"""Comparisons of 16 bits: JAX's results and gradients, and none in 16 bits on CPUs."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jaxprs import operand_dtypes
+from tables import check_each
+
+import jamp
+
+LOW = jnp.bfloat16
+SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, 1.0, 3e38, -3e38, 1e-40]
+X = np.concatenate([SPECIAL, np.random.default_rng(0).normal(size=54)])
+X = np.asarray(X.reshape(8, 8), LOW).astype(np.float32)
+FINITE = np.where(np.isfinite(X), X, 2.0).clip(-4, 4)
+
+# Of two arrays, or of one with itself turned around.
+PAIRS = {
+    "eq": lax.eq,
+    "ge": lax.ge,
+    "gt": lax.gt,
+    "le": lax.le,
+    "lt": lax.lt,
+    "max": lax.max,
+    "min": lax.min,
+    "ne": lax.ne,
+}
+OPERATIONS = {
+    **{
+        name: lambda x, compare=compare: compare(x, x[:, ::-1])
+        for name, compare in PAIRS.items()
+    },
+    "argmax": lambda x: lax.argmax(x, 1, jnp.int32),
+    "argmin": lambda x: lax.argmin(x, 0, jnp.int32),
+    "clamp": lambda x: lax.clamp(np.array(-1, x.dtype), x, np.array(0.5, x.dtype)),
+    "max of a number": lambda x: jnp.maximum(x, 0),
+    "sign": lax.sign,
+    "top_k": lambda x: lax.top_k(x, 3),
+}
+DIFFERENTIABLE = ["max", "min", "clamp", "max of a number", "sign", "top_k"]
+
+
+def cast(fn, device_type="cpu"):
+    """A function of what was rounded to 16 bits."""
+    policy = jamp.Policy.load("cpu").with_rules(lower=["neg"])
+
+    def rounded(x):
+        return fn(lax.neg(lax.neg(x)))
+
+    return jamp.autocast(rounded, policy=policy, dtype=LOW, device_type=device_type)
+
+
+def by_hand(fn):
+    return lambda x: fn(x.astype(LOW))
+
+
+def added_up(fn):
+    """The sum of floating results, each times another number."""
+
+    def total(x):
+        floats = [y for y in jax.tree.leaves(fn(x)) if jnp.issubdtype(y.dtype, LOW)]
+        return sum((y * jnp.arange(y.size).reshape(y.shape)).sum() for y in floats)
+
+    return total
+
+
+def same(found, expected):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.float32(a), np.float32(b))
+
+
+def test_results_are_those_of_jax():
+    check_each(
+        OPERATIONS.items(),
+        lambda row: same(jax.jit(cast(row[1]))(X), jax.jit(by_hand(row[1]))(X)),
+    )
+
+
+def test_results_are_those_of_jax_outside_of_jit():
+    check_each(OPERATIONS.values(), lambda fn: same(cast(fn)(X), by_hand(fn)(X)))
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_results_of_a_batch_are_those_of_jax(axis):
+    X3 = np.stack([X, X[::-1], X.T], axis)
+
+    def check(row):
+        found, expected = (
+            jax.jit(jax.vmap(transform(row[1]), axis)) for transform in (cast, by_hand)
+        )
+        same(found(X3), expected(X3))
+
+    check_each(OPERATIONS.items(), check)
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_gradients_are_those_of_jax(name):
+    fn = OPERATIONS[name]
+    found, expected = (
+        jax.jit(jax.grad(added_up(transform(fn))))(FINITE)
+        for transform in (cast, by_hand)
+    )
+    same(found, expected)
+
+
+def test_gradients_of_a_batch_are_those_of_jax():
+    def gradient(transform):
+        batched = jax.vmap(transform(OPERATIONS["max of a number"]))
+        return jax.jit(jax.grad(added_up(batched)))
+
+    same(gradient(cast)(FINITE), gradient(by_hand)(FINITE))
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_the_backward_pass_keeps_what_that_of_jax_keeps(name):
+    fn = OPERATIONS[name]
+
+    def kept(transform):
+        _, pullback = jax.vjp(lambda x: jax.tree.leaves(transform(fn)(x))[0], FINITE)
+        return sorted((a.shape, str(a.dtype)) for a in jax.tree.leaves(pullback))
+
+    assert kept(cast) == kept(by_hand)
+
+
+def test_a_cpu_compares_nothing_in_16_bits():
+    """It does by hand, so that this would be seen."""
+
+    def compared(fn):
+        text = jax.jit(jax.grad(added_up(fn))).lower(FINITE).as_text()
+        lines = re.findall(r"stablehlo\.(?:compare|maximum|minimum|clamp).*", text)
+        assert lines
+        return [line for line in lines if "bf16" in line]
+
+    def network(x):
+        return jnp.clip(jax.nn.relu(x), -1, 1) + jax.nn.relu6(x) * (x > x[:, ::-1])
+
+    assert compared(by_hand(network))
+    assert not compared(cast(network))
+
+
+def test_traced_programs_compare_in_16_bits_everywhere():
+    for device_type in ("cpu", "gpu"):
+        program = jax.make_jaxpr(cast(OPERATIONS["max"], device_type))(X)
+        assert operand_dtypes(program, "max") == [("bfloat16", "bfloat16")]
