@@ -38,7 +38,7 @@ def lowering(
         params = _params_of_product(params, avals)
     elif name in _primitives.SCATTERS:
         params = _params_of_scatter(eqn, avals)
-    elif eqn.primitive in orders.OWN and avals[0].dtype in _dtypes.LOW_DTYPES:
+    elif eqn.primitive in orders.OWN and avals[0].dtype == _dtypes.BFLOAT16:
         return orders.OWN[eqn.primitive], params
     return eqn.primitive, params
 
