@@ -1,4 +1,4 @@
-"""Equations of a program: a walk through all of them, what one reads, binding them."""
+"""Equations of a program: a walk through all of them, what one reads, binding one."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -115,11 +115,3 @@ def bind_primitive(
 ) -> list[Any]:
     results = primitive.bind(*arrays, **primitive.get_bind_params(params))
     return list(results) if primitive.multiple_results else [results]
-
-
-def evaluated(eqns: Sequence[JaxprEqn], env: dict[Any, Any]) -> dict[Any, Any]:
-    """The values of variables, with those that some equations make of them."""
-    for eqn in eqns:
-        taken = [a.val if isinstance(a, Literal) else env[a] for a in eqn.invars]
-        env.update(zip(eqn.outvars, bind(eqn, taken), strict=True))
-    return env

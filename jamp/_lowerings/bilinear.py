@@ -13,11 +13,11 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import JaxprEqn, Primitive, Var
+from jax.extend.core import JaxprEqn, Literal, Primitive, Var
 from jax.interpreters import ad, batching, mlir, partial_eval, xla
 
 from jamp._dtypes import FLOAT32, in_dtype
-from jamp._equations import evaluated
+from jamp._equations import bind
 
 # One that JAX is configured for is for float32.
 PRECISION = (lax.Precision.DEFAULT, lax.Precision.DEFAULT)
@@ -187,7 +187,7 @@ def run_as(
     eqn = jaxpr.eqns[at]
 
     def prepared(arrays: Sequence[Any]) -> dict[Any, Any]:
-        return evaluated(jaxpr.eqns[:at], dict(zip(jaxpr.invars, arrays, strict=True)))
+        return _evaluated(jaxpr.eqns[:at], dict(zip(jaxpr.invars, arrays, strict=True)))
 
     env = prepared(low)
     taken = [env[var] for var in eqn.invars]
@@ -197,7 +197,14 @@ def run_as(
     own = product_params(eqn.params, params["dtype"], params["weights"])
     own["preferred_element_type"] = params["preferred_element_type"]
     env[eqn.outvars[0]] = primitive.bind(*taken, **own)
-    return evaluated(jaxpr.eqns[at + 1 :], env)[jaxpr.outvars[0]]
+    return _evaluated(jaxpr.eqns[at + 1 :], env)[jaxpr.outvars[0]]
+
+
+def _evaluated(eqns: Sequence[Any], env: dict[Any, Any]) -> dict[Any, Any]:
+    for eqn in eqns:
+        taken = [a.val if isinstance(a, Literal) else env[a] for a in eqn.invars]
+        env.update(zip(eqn.outvars, bind(eqn, taken), strict=True))
+    return env
 
 
 def _save_like(

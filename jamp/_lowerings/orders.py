@@ -11,11 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Literal, Primitive
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir, xla
 
 from jamp._dtypes import BFLOAT16, FLOAT32, eligible
-from jamp._equations import evaluated
+from jamp._equations import replaced
 
 _OF_JAX = (
     *(lax.eq_p, lax.ge_p, lax.gt_p, lax.le_p, lax.lt_p, lax.ne_p, lax.max_p, lax.min_p),
@@ -90,14 +90,13 @@ def _comparing_here(
         return [leaf for leaf in leaves if not _is_static(leaf)]
 
     program = jax.make_jaxpr(arrays_made)(*map(jax.typeof, arrays))
-    jaxpr = program.jaxpr
-    eqns = [
-        eqn.replace(primitive=OWN.get(eqn.primitive, eqn.primitive))
-        for eqn in jaxpr.eqns
-    ]
-    names = [*jaxpr.constvars, *jaxpr.invars]
-    env = evaluated(eqns, dict(zip(names, [*program.consts, *arrays], strict=True)))
-    outs = (a.val if isinstance(a, Literal) else env[a] for a in jaxpr.outvars)
+    program = replaced(
+        program,
+        lambda eqn: eqn.primitive in OWN,
+        lambda eqn: eqn.replace(primitive=OWN[eqn.primitive]),
+        {},
+    )
+    outs = iter(jaxpr_as_fun(program)(*arrays))
     tree, leaves = static
     results: tuple[Any, Any] = tree.unflatten(
         [next(outs) if leaf is None else leaf for leaf in leaves]
