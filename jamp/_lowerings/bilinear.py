@@ -7,22 +7,21 @@ differentiated at: so their gradients are products that give float32, with no ro
 in between, and what the backward pass keeps are the 16 bits.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Primitive, Var
-from jax.interpreters import ad, batching, mlir, partial_eval, xla
+from jax.interpreters import ad, batching, partial_eval
 
 from jamp._dtypes import FLOAT32, in_dtype
 from jamp._equations import bind
+from jamp._lowerings.primitive import Operation, like
 
 # One that JAX is configured for is for float32.
 PRECISION = (lax.Precision.DEFAULT, lax.Precision.DEFAULT)
-
-Operation = Callable[..., Any]
 
 
 def product_params(
@@ -64,7 +63,6 @@ def define(known: Primitive, on_cpu: Operation, gradient: Operation) -> Primitiv
       gradient: the cotangent of the left (0) or right (1) operand, in its dtype, from
         that number, the cotangent of the result, the operands and the parameters.
     """
-    primitive = Primitive(known.name)
 
     def abstract_eval(lhs: Any, rhs: Any, *weights: Any, **params: Any) -> Any:
         low = [in_dtype(aval, params["dtype"]) for aval in (lhs, rhs)]
@@ -86,11 +84,7 @@ def define(known: Primitive, on_cpu: Operation, gradient: Operation) -> Primitiv
         given = dict(zip(params["weights"], weights, strict=True))
         return on_cpu(*low, given.get(0, lhs), params)
 
-    primitive.def_abstract_eval(abstract_eval)
-    primitive.def_impl(partial(xla.apply_primitive, primitive))
-    for rule, platform in ((run, None), (run_on_cpu, "cpu")):
-        lowered = mlir.lower_fun(rule, multiple_results=False)
-        mlir.register_lowering(primitive, lowered, platform=platform)
+    primitive = like(known, abstract_eval, run, run_on_cpu)
     ad.primitive_jvps[primitive] = partial(_jvp, primitive)
     ad.primitive_transposes[primitive] = partial(_transpose, gradient)
     batching.fancy_primitive_batchers[primitive] = partial(_batch, primitive, known)

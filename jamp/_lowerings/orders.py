@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.interpreters import ad, batching, mlir, xla
+from jax.interpreters import ad, batching
 
 from jamp._dtypes import BFLOAT16, FLOAT32, eligible
 from jamp._equations import replaced
+from jamp._lowerings.primitive import like
 
 _OF_JAX = (
     *(lax.eq_p, lax.ge_p, lax.gt_p, lax.le_p, lax.lt_p, lax.ne_p, lax.max_p, lax.min_p),
@@ -25,13 +26,12 @@ _OF_JAX = (
 
 def _define(known: Primitive) -> Primitive:
     """A primitive like one of JAX's, with its name and its rules."""
-    primitive = Primitive(known.name)
-    primitive.multiple_results = known.multiple_results
-    primitive.def_abstract_eval(lambda *avals, **p: known.abstract_eval(*avals, **p)[0])
-    primitive.def_impl(partial(xla.apply_primitive, primitive))
-    for rule, platform in ((known.bind, None), (partial(_on_cpu, known), "cpu")):
-        lowered = mlir.lower_fun(rule, multiple_results=known.multiple_results)
-        mlir.register_lowering(primitive, lowered, platform=platform)
+
+    def abstract_eval(*avals: Any, **params: Any) -> Any:
+        made, _ = known.abstract_eval(*avals, **params)
+        return made
+
+    primitive = like(known, abstract_eval, known.bind, partial(_on_cpu, known))
     ad.primitive_jvps[primitive] = partial(_jvp, known)
     batching.fancy_primitive_batchers[primitive] = partial(_batch, known)
     return primitive
