@@ -10,9 +10,12 @@ from pathlib import Path
 import hypothesis
 import jax
 import jaxlib
+import pytest
 
 # No public function makes the context of a lowering.
 from jax._src.interpreters import mlir  # noqa: TID251
+
+from jamp._lowerings import processor
 
 # Compiling takes longer than any deadline; the same examples on every run.
 hypothesis.settings.register_profile(
@@ -78,3 +81,21 @@ def pytest_runtest_teardown(item):
             f"{item.nodeid} imported {', '.join(copies)} from the repository's root: a "
             "second copy of what is installed as jamp.policies or jamp.pallas_kernels"
         )
+
+
+@pytest.fixture
+def choose_processor(monkeypatch, tmp_path):
+    """Gives this machine another processor, by what /proc/cpuinfo says of it."""
+    caches = (processor.bfloat16_instructions, processor.warn_if_slow)
+
+    def choose(cpu_info, devices=1):
+        monkeypatch.setattr(jax, "device_count", lambda: devices)
+        file = tmp_path / "cpuinfo"
+        file.write_text(cpu_info, encoding="utf-8")
+        monkeypatch.setattr(processor, "_CPU_INFO", file)
+        for cached in caches:
+            cached.cache_clear()
+
+    yield choose
+    for cached in caches:
+        cached.cache_clear()

@@ -36,23 +36,6 @@ def test_processors_are_told_by_their_flags(cpu_info, multiplies):
 
 
 @pytest.fixture
-def choose_processor(monkeypatch, tmp_path):
-    caches = (_processor.bfloat16_instructions, _processor.warn_if_slow)
-
-    def choose(cpu_info, devices=1):
-        monkeypatch.setattr(jax, "device_count", lambda: devices)
-        file = tmp_path / "cpuinfo"
-        file.write_text(cpu_info, encoding="utf-8")
-        monkeypatch.setattr(_processor, "_CPU_INFO", file)
-        for cached in caches:
-            cached.cache_clear()
-
-    yield choose
-    for cached in caches:
-        cached.cache_clear()
-
-
-@pytest.fixture
 def old_processor(choose_processor):
     choose_processor(OLD)
 

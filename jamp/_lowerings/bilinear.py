@@ -14,11 +14,12 @@ from typing import Any
 import jax
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Primitive, Var
-from jax.interpreters import ad, batching, partial_eval
+from jax.interpreters import ad, batching, mlir, partial_eval
 
 from jamp._dtypes import FLOAT32, in_dtype
 from jamp._equations import bind
-from jamp._lowerings.primitive import Operation, like
+from jamp._lowerings.late_casts import lower_late
+from jamp._lowerings.primitive import Operation, like, lower
 
 # One that JAX is configured for is for float32.
 PRECISION = (lax.Precision.DEFAULT, lax.Precision.DEFAULT)
@@ -84,13 +85,17 @@ def define(known: Primitive, on_cpu: Operation, gradient: Operation) -> Primitiv
         given = dict(zip(params["weights"], weights, strict=True))
         return on_cpu(*low, given.get(0, lhs), params)
 
-    primitive = like(known, abstract_eval, run, run_on_cpu)
-    ad.primitive_jvps[primitive] = partial(_jvp, primitive)
-    ad.primitive_transposes[primitive] = partial(_transpose, gradient)
-    batching.fancy_primitive_batchers[primitive] = partial(_batch, primitive, known)
-    saving = partial_eval.partial_eval_jaxpr_custom_rules
-    saving[primitive] = partial(_save_like, known)
-    return primitive
+    product, once = (like(known, abstract_eval) for _ in range(2))
+    lower(product, run, run_on_cpu)
+    mlir.register_lowering(once, partial(lower_late, product), cacheable=False)
+    for primitive in (product, once):
+        # What is differentiated is multiplied more than once.
+        ad.primitive_jvps[primitive] = partial(_jvp, product)
+        ad.primitive_transposes[primitive] = partial(_transpose, gradient)
+        batching.fancy_primitive_batchers[primitive] = partial(_batch, primitive, known)
+        saving = partial_eval.partial_eval_jaxpr_custom_rules
+        saving[primitive] = partial(_save_like, known)
+    return once
 
 
 def _jvp(

@@ -16,7 +16,7 @@ from jax.interpreters import ad, batching
 
 from jamp._dtypes import BFLOAT16, FLOAT32, eligible
 from jamp._equations import replaced
-from jamp._lowerings.primitive import like
+from jamp._lowerings.primitive import like, lower
 
 _OF_JAX = (
     *(lax.eq_p, lax.ge_p, lax.gt_p, lax.le_p, lax.lt_p, lax.ne_p, lax.max_p, lax.min_p),
@@ -31,7 +31,8 @@ def _define(known: Primitive) -> Primitive:
         made, _ = known.abstract_eval(*avals, **params)
         return made
 
-    primitive = like(known, abstract_eval, known.bind, partial(_on_cpu, known))
+    primitive = like(known, abstract_eval)
+    lower(primitive, known.bind, partial(_on_cpu, known))
     ad.primitive_jvps[primitive] = partial(_jvp, known)
     batching.fancy_primitive_batchers[primitive] = partial(_batch, known)
     return primitive

@@ -1,0 +1,129 @@
+"""Weights are cast when they are multiplied, unless they are multiplied again."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+import pytest
+
+import jamp
+
+SIZE, LAYERS = 64, 8
+SQUARE = jax.ShapeDtypeStruct((SIZE, SIZE), jnp.float32)
+WINDOW = jax.ShapeDtypeStruct((SIZE, SIZE, 3), jnp.float32)
+SIGNAL = jax.ShapeDtypeStruct((2, SIZE, 5), jnp.float32)
+
+autocast = functools.partial(jamp.autocast, device_type="cpu", dtype=jnp.bfloat16)
+
+
+def layers(multiply):
+    def apply(x, *weights):
+        for weight in weights:
+            x = jnp.abs(multiply(x, weight))
+        return x
+
+    return apply
+
+
+apply = autocast(layers(jnp.matmul))
+convolve = functools.partial(
+    jax.lax.conv_general_dilated, window_strides=(1,), padding="SAME"
+)
+MULTIPLIED = {
+    "a product": (layers(jnp.matmul), SQUARE, SQUARE),
+    "transposed weights": (layers(lambda x, w: x @ w.T), SQUARE, SQUARE),
+    "weights on the left": (layers(lambda x, w: w @ x), SQUARE, SQUARE),
+    "vmap": (
+        jax.vmap(layers(lambda x, w: w @ x), (0, *[None] * LAYERS)),
+        SQUARE,
+        SQUARE,
+    ),
+    "convolutions": (layers(convolve), SIGNAL, WINDOW),
+}
+
+
+@pytest.mark.skipif(
+    jaxlib.version.__version_info__ < (0, 11),
+    reason="XLA drops barriers before it decides what to run first",
+)
+@pytest.mark.parametrize("instructions", ["avx2", "avx512_bf16"])
+@pytest.mark.parametrize("form", MULTIPLIED)
+def test_inference_holds_a_copy_of_one_weight_at_a_time(
+    form, instructions, choose_processor
+):
+    choose_processor(f"flags : {instructions}")
+    model, x, weight = MULTIPLIED[form]
+    lowered = jax.jit(autocast(model)).lower(x, *[weight] * LAYERS)
+    used = lowered.compile().memory_analysis().temp_size_in_bytes
+    # That is one in 16 bits, and on the first processor one of it in float32.
+    assert used < LAYERS * weight.size * 2
+
+
+def lowered(fn, *args):
+    return jax.jit(fn).lower(*args).as_text()
+
+
+def decode(x, *weights):
+    def step(x):
+        return apply(x, *weights).astype(x.dtype)
+
+    return jax.lax.while_loop(lambda x: x[0, 0] < 1, step, x)
+
+
+def iterate(x, *weights):
+    def step(x, _):
+        return apply(x, *weights).astype(x.dtype), None
+
+    return jax.lax.scan(step, x, length=3)[0]
+
+
+AGAIN = {
+    "a loop": decode,
+    "a scan": iterate,
+    "a jitted function, which a loop may call": lambda *a: jax.jit(apply)(*a),
+    "a backward pass": jax.grad(lambda *a: apply(*a).astype(jnp.float32).sum(), 1),
+    "a layer with the same weight": lambda x, w, _: apply(x, w, w, w),
+    "another call": lambda x, w, _: apply(apply(x, w), w),
+}
+
+
+@pytest.mark.parametrize("where", AGAIN)
+def test_a_weight_stays_cast_for(where, choose_processor):
+    choose_processor("flags : avx2")
+    barrier = "optimization_barrier"
+    assert barrier in lowered(apply, SQUARE, SQUARE, SQUARE)
+    assert barrier not in lowered(AGAIN[where], SQUARE, SQUARE, SQUARE)
+
+
+def test_several_devices_and_other_backends_cast_as_before(choose_processor):
+    choose_processor("flags : avx2")
+    mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,))
+    rows = jax.NamedSharding(mesh, jax.P("data"))
+    x = jax.ShapeDtypeStruct(SQUARE.shape, SQUARE.dtype, sharding=rows)
+    on_gpu = jax.jit(apply).trace(SQUARE, SQUARE, SQUARE)
+    for text in (
+        lowered(apply, x, SQUARE, SQUARE),
+        on_gpu.lower(lowering_platforms=("cuda",)).as_text(),
+        on_gpu.lower(lowering_platforms=("cpu", "cuda")).as_text(),
+    ):
+        assert "optimization_barrier" not in text
+
+
+@pytest.mark.parametrize("form", MULTIPLIED)
+def test_the_result_is_that_of_float32_where_16_bits_are_exact(form):
+    model, x, weight = MULTIPLIED[form]
+    rng = np.random.default_rng(0)
+
+    def permutation():
+        """Weights that move each element somewhere else, and may change its sign."""
+        found = np.zeros(weight.shape, np.float32)
+        window = [[rng.integers(size)] * SIZE for size in weight.shape[2:]]
+        found[(range(SIZE), rng.permutation(SIZE), *window)] = rng.choice([-1, 1], SIZE)
+        return jnp.asarray(found)
+
+    x = jnp.asarray(rng.integers(-128, 128, x.shape), x.dtype)
+    weights = [permutation() for _ in range(LAYERS)]
+    found = jax.jit(autocast(model))(x, *weights)
+    np.testing.assert_array_equal(found.astype(jnp.float32), model(x, *weights))
