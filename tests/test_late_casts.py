@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import jaxlib
 import numpy as np
@@ -44,10 +45,11 @@ MULTIPLIED = {
 }
 
 
-@pytest.mark.skipif(
-    jaxlib.version.__version_info__ < (0, 11),
-    reason="XLA drops barriers before it decides what to run first",
-)
+if jaxlib.version.__version_info__ < (0, 11):
+    reason = "XLA drops barriers before it decides what to run first"
+    pytest.skip(reason, allow_module_level=True)
+
+
 @pytest.mark.parametrize("instructions", ["avx2", "avx512_bf16"])
 @pytest.mark.parametrize("form", MULTIPLIED)
 def test_inference_holds_a_copy_of_one_weight_at_a_time(
@@ -79,13 +81,18 @@ def iterate(x, *weights):
     return jax.lax.scan(step, x, length=3)[0]
 
 
+def total(x, *weights):
+    return apply(x, *weights).astype(jnp.float32).sum()
+
+
 AGAIN = {
     "a loop": decode,
     "a scan": iterate,
     "a jitted function, which a loop may call": lambda *a: jax.jit(apply)(*a),
-    "a backward pass": jax.grad(lambda *a: apply(*a).astype(jnp.float32).sum(), 1),
-    "a layer with the same weight": lambda x, w, _: apply(x, w, w, w),
-    "another call": lambda x, w, _: apply(apply(x, w), w),
+    "a backward pass": jax.grad(total, 1),
+    "a backward pass that comes later": lambda *a: (total(*a), jax.grad(total, 1)(*a)),
+    "a layer with the same weight": lambda x, w, v: apply(x, v, w, v, w),
+    "another call": lambda x, *weights: apply(apply(x, *weights), *weights),
 }
 
 
@@ -97,7 +104,24 @@ def test_a_weight_stays_cast_for(where, choose_processor):
     assert barrier not in lowered(AGAIN[where], SQUARE, SQUARE, SQUARE)
 
 
-def test_several_devices_and_other_backends_cast_as_before(choose_processor):
+@pytest.mark.parametrize(
+    ("twice", "once"),
+    [
+        (lambda *a: (total(*a), jax.grad(total)(*a)), jax.value_and_grad(total)),
+        (lambda *a: (jax.grad(total)(*a), total(*a)), jax.value_and_grad(total)),
+        (lambda *a: (apply(*a), total(*a)), apply),
+    ],
+    ids=["loss, then gradient", "gradient, then loss", "inference twice"],
+)
+def test_what_is_computed_twice_is_one_computation(twice, once):
+    found, expected = (
+        jax.jit(fn).lower(*[SQUARE] * 4).compile().as_text().count(" dot(")
+        for fn in (twice, once)
+    )
+    assert found == expected
+
+
+def test_others_cast_as_before(choose_processor):
     choose_processor("flags : avx2")
     mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,))
     rows = jax.NamedSharding(mesh, jax.P("data"))
@@ -107,6 +131,7 @@ def test_several_devices_and_other_backends_cast_as_before(choose_processor):
         lowered(apply, x, SQUARE, SQUARE),
         on_gpu.lower(lowering_platforms=("cuda",)).as_text(),
         on_gpu.lower(lowering_platforms=("cpu", "cuda")).as_text(),
+        str(jax.export.export(jax.jit(apply))(SQUARE, SQUARE, SQUARE).mlir_module()),
     ):
         assert "optimization_barrier" not in text
 

@@ -18,7 +18,7 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 
 from jamp._dtypes import FLOAT32, in_dtype
 from jamp._equations import bind
-from jamp._lowerings.late_casts import lower_late
+from jamp._lowerings.late_casts import KEEPS_BARRIERS, lower_of_weights
 from jamp._lowerings.primitive import Operation, like, lower
 
 # One that JAX is configured for is for float32.
@@ -52,10 +52,12 @@ def in_float32(avals: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(in_dtype(aval, FLOAT32) for aval in avals)
 
 
-def define(known: Primitive, on_cpu: Operation, gradient: Operation) -> Primitive:
-    """A product like one of JAX's.
+def define(
+    known: Primitive, on_cpu: Operation, gradient: Operation
+) -> tuple[Primitive, Primitive]:
+    """A product like one of JAX's, and the same for casts of weights.
 
-    It has the name of that, so that whoever reads a program by names reads a product.
+    They have its name, so that whoever reads a program by names reads a product.
 
     Args:
       known: the product of JAX's.
@@ -85,23 +87,34 @@ def define(known: Primitive, on_cpu: Operation, gradient: Operation) -> Primitiv
         given = dict(zip(params["weights"], weights, strict=True))
         return on_cpu(*low, given.get(0, lhs), params)
 
-    product, once = (like(known, abstract_eval) for _ in range(2))
-    lower(product, run, run_on_cpu)
-    mlir.register_lowering(once, partial(lower_late, product), cacheable=False)
-    for primitive in (product, once):
-        # What is differentiated is multiplied more than once.
-        ad.primitive_jvps[primitive] = partial(_jvp, product)
+    def define_rules(primitive: Primitive, primal: Primitive) -> None:
+        ad.primitive_jvps[primitive] = partial(_jvp, primal, product)
         ad.primitive_transposes[primitive] = partial(_transpose, gradient)
         batching.fancy_primitive_batchers[primitive] = partial(_batch, primitive, known)
         saving = partial_eval.partial_eval_jaxpr_custom_rules
         saving[primitive] = partial(_save_like, known)
-    return once
+
+    product = like(known, abstract_eval)
+    lower(product, run, run_on_cpu)
+    define_rules(product, product)
+    if not KEEPS_BARRIERS:
+        return product, product
+    of_weights, differentiated = (like(known, abstract_eval) for _ in range(2))
+    for primitive in (of_weights, differentiated):
+        rule = partial(lower_of_weights, product, primitive is differentiated)
+        mlir.register_lowering(primitive, rule, cacheable=False)
+        define_rules(primitive, differentiated)
+    return product, of_weights
 
 
 def _jvp(
-    primitive: Primitive, primals: Sequence[Any], tangents: Sequence[Any], **params: Any
+    primal: Primitive,
+    product: Primitive,
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    **params: Any,
 ) -> tuple[Any, Any]:
-    result = primitive.bind(*primals, **params)
+    result = primal.bind(*primals, **params)
     lhs, rhs, *_ = primals
     perturbed = [*tangents[:2]]
     for place, tangent in zip(params["weights"], tangents[2:], strict=True):
@@ -110,7 +123,7 @@ def _jvp(
     tangent = ad.Zero(jax.typeof(result).to_tangent_aval())
     for pair in ((perturbed[0], rhs), (lhs, perturbed[1])):
         if not any(isinstance(factor, ad.Zero) for factor in pair):
-            tangent = ad.add_tangents(tangent, primitive.bind(*pair, **params))
+            tangent = ad.add_tangents(tangent, product.bind(*pair, **params))
     return result, tangent
 
 

@@ -269,4 +269,6 @@ def _gradient(place: int, cotangent: Any, lhs: Any, rhs: Any, **params: Any) -> 
     return run_as(convolution_p, known, program, [cotangent, other], params)
 
 
-convolution_p = define(lax.conv_general_dilated_p, _convolve_on_cpu, _gradient)
+convolution_p, convolution_of_weights_p = define(
+    lax.conv_general_dilated_p, _convolve_on_cpu, _gradient
+)

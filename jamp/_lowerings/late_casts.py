@@ -6,9 +6,12 @@ operand of its product is cast when that is there. Where the cast is wanted agai
 a loop or in a backward pass, it stays where it is.
 """
 
-from functools import partial
+from functools import lru_cache, partial
+from itertools import islice
 from typing import Any
 
+import jax
+import jaxlib
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import func
@@ -17,44 +20,85 @@ from jax.interpreters import mlir
 
 Value = ir.Value[Any]
 
-_TRANSPOSE = "stablehlo.transpose"
-_CASTS = {"stablehlo.convert", "stablehlo.optimization_barrier", _TRANSPOSE}
+# Before, XLA drops barriers before it decides what to run first.
+KEEPS_BARRIERS = jaxlib.version.__version_info__ >= (0, 11)
+_BARRIER, _TRANSPOSE = "stablehlo.optimization_barrier", "stablehlo.transpose"
+_OURS, _MARK = "mhlo.frontend_attributes", "late_cast"
+# What reads an argument to cast it.
+_READERS = {"stablehlo.convert", _BARRIER, _TRANSPOSE}
+# Users of an argument that are looked at: it may have thousands.
+_MOST_USERS = 16
 
 
-def lower_late(
+def lower_of_weights(
     product: Primitive,
+    differentiated: bool,
     ctx: mlir.LoweringRuleContext,
     *operands: Value,
     weights: tuple[int, ...],
     **params: Any,
 ) -> Any:
-    """Lowers a product whose result is not differentiated.
+    """Lowers a product of which some operands are casts of weights.
 
     This depends on what is around it, so that JAX can't keep it for others like it.
     """
     taken, avals = [*operands], [*ctx.avals_in]
-    # With two weights, a product is the first of all, and their casts are with it.
-    if len(weights) == 1 and _on_one_cpu(ctx):
-        (place,) = weights
-        transpose = _transpose_before(operands[2])
-        argument = transpose.operands[0] if transpose else operands[2]
-        if _is_first_cast(operands[place], argument):
-            pair = [operands[1 - place], argument]
-            taken[1 - place], weight = hlo.OptimizationBarrierOp(pair).results
-            if transpose:
-                order = transpose.attributes["permutation"]
-                weight = hlo.TransposeOp(weight, order).result
+    if _on_one_cpu(ctx):
+        unread = True
+        for place, weight in zip(weights, operands[2:], strict=True):
+            unread &= _is_unread(operands[place], _argument(weight))
+        # With two weights, both operands are there from the beginning.
+        if len(weights) == 1 and unread and not differentiated:
+            (place,) = weights
+            taken[1 - place], weight = _tied(operands[1 - place], operands[2])
+            # The product casts it.
             taken[place] = taken[2] = weight
             avals[place] = avals[2]
-    bind = partial(product.bind, weights=weights, **params)
-    lowered = mlir.lower_fun(bind, multiple_results=False)
-    return lowered(ctx.replace(avals_in=avals), *taken)
+    program = _program(product, tuple(avals), weights, tuple(params.items()))
+    return _lowered(program, ctx, taken)
+
+
+@lru_cache
+def _program(
+    product: Primitive,
+    avals: tuple[Any, ...],
+    weights: tuple[int, ...],
+    params: tuple[tuple[str, Any], ...],
+) -> Any:
+    """A program of one product. To trace it takes longer than to lower it."""
+    bind = partial(product.bind, weights=weights, **dict(params))
+    return jax.make_jaxpr(bind)(*avals).jaxpr
+
+
+def _lowered(program: Any, ctx: mlir.LoweringRuleContext, operands: list[Value]) -> Any:
+    """What a program of one equation gives, of the source that is lowered."""
+    (eqn,) = program.eqns
+    source = eqn.source_info.replace(traceback=None)
+    eqn = eqn.replace(source_info=source, ctx=ctx.jaxpr_eqn_ctx)
+    results, _ = mlir.jaxpr_subcomp(
+        ctx.module_context.replace(
+            platforms=ctx.platforms or ctx.module_context.platforms
+        ),
+        program.replace(eqns=[eqn]),
+        ctx.name_stack,
+        ctx.tokens_in,
+        (),
+        *operands,
+        dim_var_values=ctx.dim_var_values,
+        const_lowering=ctx.const_lowering,
+        outer_traceback=ctx.traceback,
+    )
+    return results
 
 
 def _on_one_cpu(ctx: mlir.LoweringRuleContext) -> bool:
-    axes = ctx.module_context.axis_context
-    one = isinstance(axes, mlir.ShardingContext) and axes.num_devices == 1
-    return one and tuple(ctx.module_context.platforms) == ("cpu",)
+    module = ctx.module_context
+    axes = module.axis_context
+    if not isinstance(axes, mlir.ShardingContext) or axes.num_devices != 1:
+        return False
+    # An exported program may be called in a loop.
+    exported = module.lowering_parameters.for_export
+    return tuple(module.platforms) == ("cpu",) and not exported
 
 
 def _transpose_before(value: Value) -> Any:
@@ -64,16 +108,52 @@ def _transpose_before(value: Value) -> Any:
     return None
 
 
-def _is_first_cast(cast: Value, argument: Value) -> bool:
-    """Whether nothing else, so far, has cast an argument of the whole program.
+def _argument(weight: Value) -> Value:
+    transpose = _transpose_before(weight)
+    return transpose.operands[0] if transpose else weight
 
-    It may be cast again later: then it is cast twice, and no more than that.
+
+def _is_unread(cast: Value, argument: Value) -> bool:
+    """Whether an argument of the whole program was cast for the first time, for this.
+
+    If another product was tied to it, that is loosened: so the two can be one, if they
+    are the same, and the argument is cast once.
     """
+    if next(iter(cast.uses), None) is not None:
+        return False
     if not (isinstance(argument, ir.BlockArgument) and isinstance(cast, ir.OpResult)):
         return False
     # Any other function or block may be the body of a loop.
     around = argument.owner.owner
     if not (isinstance(around, func.FuncOp) and around.sym_name.value == "main"):
         return False
-    users = [use.owner.operation.name for use in argument.uses]
-    return sum(user in _CASTS for user in users) == 1 and not list(cast.uses)
+    users = [use.owner.operation for use in islice(argument.uses, _MOST_USERS)]
+    readers = [user for user in users if user.name in _READERS]
+    for user in readers:
+        if user.name == _BARRIER and _is_ours(user):
+            _loosen(user)
+    return len(readers) == 1 and len(users) < _MOST_USERS
+
+
+def _tied(other: Value, weight: Value) -> tuple[Value, Value]:
+    """An operand and a weight that is there when the operand is."""
+    transpose = _transpose_before(weight)
+    barrier = hlo.OptimizationBarrierOp([other, _argument(weight)])
+    mark: dict[str, ir.Attribute] = {_MARK: ir.StringAttr.get("true")}
+    barrier.operation.attributes[_OURS] = ir.DictAttr.get(mark)
+    other, weight = barrier.results
+    if transpose:
+        order = transpose.attributes["permutation"]
+        weight = hlo.TransposeOp(weight, order).result
+    return other, weight
+
+
+def _is_ours(barrier: ir.Operation) -> bool:
+    attributes = barrier.attributes
+    return _OURS in attributes and _MARK in ir.DictAttr(attributes[_OURS])
+
+
+def _loosen(barrier: ir.Operation) -> None:
+    for result, operand in zip(barrier.results, barrier.operands, strict=True):
+        result.replace_all_uses_with(operand)
+    barrier.erase()

@@ -10,10 +10,14 @@ from jax.extend.core import JaxprEqn, Primitive
 from jamp import _dtypes, _primitives
 from jamp._lowerings import orders
 from jamp._lowerings.bilinear import PRECISION, product_params
-from jamp._lowerings.convolution import convolution_p
-from jamp._lowerings.product import product_p
+from jamp._lowerings.convolution import convolution_of_weights_p, convolution_p
+from jamp._lowerings.product import product_of_weights_p, product_p
 
-_PRODUCTS = {"conv_general_dilated": convolution_p, "dot_general": product_p}
+# Of any operands, and of those that are casts of weights.
+_PRODUCTS = {
+    "conv_general_dilated": (convolution_p, convolution_of_weights_p),
+    "dot_general": (product_p, product_of_weights_p),
+}
 
 
 def has_own_product(name: str, dtypes: Sequence[Any]) -> bool:
@@ -33,7 +37,8 @@ def lowering(
     """
     name, params = eqn.primitive.name, eqn.params
     if has_own_product(name, [aval.dtype for aval in avals]):
-        return _PRODUCTS[name], product_params(params, avals[0].dtype, weights)
+        product = _PRODUCTS[name][bool(weights)]
+        return product, product_params(params, avals[0].dtype, weights)
     if name in _primitives.MATMULS:
         params = _params_of_product(params, avals)
     elif name in _primitives.SCATTERS:

@@ -131,4 +131,4 @@ def _sharding_in(aval: Any, order: Sequence[int]) -> Any:
     return sharding.update(spec=spec.update(tuple(partitions[d] for d in order)))
 
 
-product_p = define(lax.dot_general_p, _product_on_cpu, _gradient)
+product_p, product_of_weights_p = define(lax.dot_general_p, _product_on_cpu, _gradient)
