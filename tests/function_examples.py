@@ -45,7 +45,8 @@ _PLAIN: list[tuple[tuple[Any, ...], str]] = [
         jax.nn.celu jax.nn.elu jax.nn.gelu jax.nn.glu jax.nn.hard_sigmoid
         jax.nn.hard_silu jax.nn.log_sigmoid jax.nn.log_softmax jax.nn.logsumexp
         jax.nn.mish jax.nn.selu jax.nn.silu jax.nn.softmax jax.nn.softplus
-        jax.nn.squareplus jax.nn.standardize jax.scipy.special.logsumexp
+        jax.nn.squareplus jax.nn.standardize jax.scipy.special.entr
+        jax.scipy.special.logsumexp
         jax.numpy.average jax.numpy.cumprod jax.numpy.cumsum jax.numpy.mean
         jax.numpy.nancumprod jax.numpy.nancumsum jax.numpy.nanmean jax.numpy.nanprod
         jax.numpy.nanstd jax.numpy.nansum jax.numpy.nanvar jax.numpy.prod
@@ -57,6 +58,7 @@ _PLAIN: list[tuple[tuple[Any, ...], str]] = [
         """,
     ),
     ((_ones(8),), "jax.numpy.vander"),
+    ((X, X), "jax.scipy.special.kl_div jax.scipy.special.rel_entr"),
     ((_ones(600),), "jax.scipy.signal.stft"),
     ((X, 0.5), "jax.numpy.nanquantile jax.numpy.quantile"),
     ((X, X.T, 1), "jax.numpy.tensordot"),

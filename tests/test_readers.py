@@ -221,6 +221,35 @@ def test_which_is_the_largest_is_asked_before_the_rounding(name, device):
     assert [value.dtype for value in values] == [POLICIES[device]] * len(values)
 
 
+ELEMENTS = {
+    "cummax": lambda h: jax.lax.cummax(h, axis=1),
+    "top_k": lambda h: jax.lax.top_k(h, 1)[0],
+    "scan": lambda h: jax.lax.scan(
+        lambda most, row: (jnp.maximum(most, row),) * 2, h[0], h
+    )[1],
+    "segment_max, transposed": lambda h: (
+        jax.ops.segment_max(h.T, jnp.zeros(64, int), 1).T
+    ),
+    "cond": lambda h: jax.lax.cond(h[0, 0] < 9, lambda h: h, jnp.negative, h),
+    "checkpoint": jax.checkpoint(lambda h: h * 1),
+    "at": lambda h: jnp.zeros_like(h).at[jnp.arange(64)].set(h),
+    "concatenate": lambda h: jnp.concatenate(jnp.split(h, 4, 1), 1),
+}
+
+
+@both_policies
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_nothing_exceeds_its_maximum_and_a_copy_is_the_same(name, device):
+    """Of both the rounding is read, or of neither: or a logarithm of it is NaN."""
+
+    def gap(x):
+        h = jax.nn.gelu(x @ EYE)
+        return ELEMENTS[name](h) - h
+
+    x = jax.random.normal(jax.random.key(0), (64, 64))
+    assert jamp.autocast(gap, device_type=device)(x).min() >= 0
+
+
 @both_policies
 def test_what_is_repeated_may_have_been_cast_to_float32_before(device):
     def squares(x):

@@ -211,3 +211,16 @@ def attention_with_alibi(x):
     s = jnp.einsum("htd,hsd->hts", q, k) / 4.0 + slopes[:, None, None] * distance
     e = jnp.exp(s - s.max(-1, keepdims=True))
     return jnp.einsum("hts,hsd->htd", e / e.sum(-1, keepdims=True), v)
+
+
+@add(x=(2, 8, 32))
+def distance_in_hyperbolic_space(x):
+    a, b = x
+    d2 = ((a - b) ** 2).sum(-1)
+    return jnp.arccosh(1 + 1e-3 * d2)
+
+
+@add(x=(2, 8, 32))
+def fisher_z_of_correlations(x):
+    a, b = x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+    return jnp.arctanh(0.99 * (a * b).sum(-1))

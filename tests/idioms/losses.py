@@ -392,3 +392,15 @@ def hinge_over_pairs(x):
 def quantile_loss(pred, y):
     e = y - pred
     return jnp.maximum(0.9 * e, -0.1 * e).mean(-1)
+
+
+@add(x=(2, 16, 8))
+def divergence_of_bernoullis(x):
+    p, q = jax.nn.sigmoid(x)
+    return jax.scipy.special.kl_div(p, q).sum(-1)
+
+
+@add(x=(2, 16, 8))
+def relative_entropy_of_classes(x):
+    p, q = jax.nn.softmax(x)
+    return jax.scipy.special.rel_entr(p, q).sum(-1)
