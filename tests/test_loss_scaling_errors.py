@@ -245,11 +245,24 @@ def test_multisteps_around_the_wrapper_is_warned_of_at_the_users_line():
     assert jamp.loss_scale(inside) == 2.0**16
 
 
+def of_two_parts(other):
+    tx = optax.partition({"scaled": TX, "other": other}, {"a": "scaled", "b": "other"})
+    return tx.init({"a": W, "b": W})
+
+
+def test_a_part_of_a_partition_alone_is_warned_of_at_the_users_line():
+    state = of_two_parts(optax.sgd(0.1))
+    with pytest.warns(jamp.JampWarning, match="leaves the gradients of the") as warned:
+        jamp.value_and_grad(jnp.sum)(state, W)
+    assert [warning.filename for warning in warned] == [__file__]
+
+
 AFTER = {
     "after it": lambda: optax.chain(TX, optax.scale(0.5)).init(W),
     "in it": lambda: jamp.dynamic_loss_scaling(optax.chain(optax.clip(1.0))).init(W),
     "beside it": lambda: (W, TX.init(W)),
     "around it": lambda: optax.apply_if_finite(TX, 2).init(W),
+    "beside what is frozen": lambda: of_two_parts(optax.set_to_zero()),
 }
 
 

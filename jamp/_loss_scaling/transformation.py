@@ -273,6 +273,11 @@ def _misplacement(node: Any) -> str:
             "optax.MultiSteps around jamp.dynamic_loss_scaling never forgets an inf, "
             "and skips all later steps: wrap it in jamp.dynamic_loss_scaling instead"
         )
+    if isinstance(node, optax.PartitionState) and _scales_a_part(node):
+        return (
+            "jamp.dynamic_loss_scaling around a part of optax.partition leaves the "
+            "gradients of the others scaled: wrap the whole partition"
+        )
     kinds = list(map(type, node)) if type(node) is tuple else []
     if DynamicLossScalingState not in kinds:
         return ""
@@ -286,6 +291,14 @@ def _misplacement(node: Any) -> str:
         "sees scaled gradients, and a clip leaves next to nothing of them: wrap the "
         "whole chain"
     )
+
+
+def _scales_a_part(state: optax.PartitionState) -> bool:
+    """Whether some optimizers of a partition unscale gradients, and others do not."""
+    parts = [getattr(s, "inner_state", s) for s in state.inner_states.values()]
+    # What has no state, such as optax.set_to_zero, may be there to freeze.
+    scaled = [bool(instances(p, DynamicLossScalingState)) for p in parts if p != ()]
+    return any(scaled) and not all(scaled)
 
 
 def find_state(tree: Any, hint: str = "") -> Any:
