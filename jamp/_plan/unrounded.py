@@ -21,19 +21,11 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from jamp import _primitives
 from jamp._dtypes import FLOAT32
 from jamp._plan.groups import Bound, Group, casts_of, with_shared_casts
 from jamp._plan.listed_calls import is_cheap
-from jamp._plan.plan import (
-    Action,
-    Bind,
-    Cast,
-    Caster,
-    Float32Call,
-    Plan,
-    Structural,
-)
+from jamp._plan.origins import Origins
+from jamp._plan.plan import Action, Bind, Cast, Caster, Float32Call, Plan, Structural
 from jamp._plan.readers import Kind, Readers, Reading, taken
 from jamp._plan.records import Conversion, Record, in_float32
 from jamp._plan.values import Value
@@ -96,8 +88,7 @@ class _Writer:
         self._cast_of: dict[int, Value] = {}
         # Float32 values that hold unrounded 16 bits.
         self._moved: set[int] = set()
-        # By number: the values at hand whose elements a value may have, as a maximum.
-        self._origins: dict[int, frozenset[int]] = {}
+        self._origins = Origins(self._readers.kind, self._at_hand)
         # Groups by the numbers of what they make, and of the 16 bits that they take.
         self._making: dict[int, Group] = {}
         self._taking: dict[int, Group] = {}
@@ -154,7 +145,7 @@ class _Writer:
 
     def _write(self, action: Action) -> None:
         if isinstance(action, Bind | Structural):
-            self._trace_origins(action)
+            self._origins.trace(action, list(map(self._entering, taken(action))))
         if isinstance(action, Float32Call):
             self._call(action)
         elif isinstance(action, Cast):
@@ -200,42 +191,12 @@ class _Writer:
                 grown or value.low or self._is_view(value) or value.aval.shape != shape
                 for value, grown in zip(read, grows, strict=True)
             )
-        if self._mixes(read):
+        if self._origins.mixes(read):
             return False
         lossy = any(map(self._at_hand, read))
         if action in self._readers.unrounded and not self._saves_more(action, found):
             return lossy or not found.moves or any(map(self._grows, read))
         return lossy and not found.exact
-
-    def _trace_origins(self, action: Bind | Structural) -> None:
-        found = self._readers.kind(action)
-        computes = found is not None and not (found.exact or found.moves)
-        if computes or action.eqn.primitive.name in _primitives.MATMULS:
-            return
-        origins = frozenset[int]().union(
-            *map(self._elements_of, map(self._entering, taken(action)))
-        )
-        if origins:
-            made = [value.number for value in action.results]
-            self._origins.update(dict.fromkeys(made, origins))
-
-    def _elements_of(self, value: Value) -> frozenset[int]:
-        """Values at hand whose elements a value may have, itself among them."""
-        origins = self._origins.get(value.number, frozenset())
-        return origins | {value.number} if self._at_hand(value) else origins
-
-    def _mixes(self, read: Sequence[Value]) -> bool:
-        """Whether one of some values has elements of another one, but rounded.
-
-        What exceeds its maximum, or differs from itself, would do so by the rounding.
-        """
-        at_hand = [value for value in read if self._at_hand(value)]
-        rounded = [v for v in read if v.low and not self._at_hand(v)]
-        exact, others = (
-            frozenset[int]().union(*map(self._elements_of, values))
-            for values in (at_hand, rounded)
-        )
-        return not exact.isdisjoint(others)
 
     def _saves_more(self, action: Bind | Structural, found: Kind) -> bool:
         """Whether 16 bits that nothing else reads would be kept instead of a sum."""

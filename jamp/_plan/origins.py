@@ -1,0 +1,52 @@
+"""Whose elements a value has: those of what it was selected or copied from."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from jamp import _primitives
+from jamp._plan.plan import Action, Bind, Structural
+from jamp._plan.readers import Kind
+from jamp._plan.values import Value
+
+
+class Origins:
+    """Of 16-bit values, those at hand in float32 whose elements they may have.
+
+    Args:
+      kind: what an elementwise action is.
+      at_hand: whether the float32 that a value was rounded from is there.
+    """
+
+    def __init__(
+        self, kind: Callable[[Action], Kind | None], at_hand: Callable[[Value], bool]
+    ):
+        self._kind = kind
+        self._at_hand = at_hand
+        self._known: dict[int, frozenset[int]] = {}
+
+    def trace(self, action: Bind | Structural, read: Sequence[Value]) -> None:
+        """Notes what the results of an action, which reads some values, come from."""
+        found = self._kind(action)
+        computes = found is not None and not (found.exact or found.moves)
+        if computes or action.eqn.primitive.name in _primitives.MATMULS:
+            return
+        if origins := self._elements(read):
+            made = [value.number for value in action.results]
+            self._known.update(dict.fromkeys(made, origins))
+
+    def mixes(self, read: Sequence[Value]) -> bool:
+        """Whether one of some values has elements of another one, but rounded.
+
+        What exceeds its maximum, or differs from itself, would do so by the rounding.
+        """
+        exact = self._elements(filter(self._at_hand, read))
+        rounded = [v for v in read if v.low and not self._at_hand(v)]
+        return not exact.isdisjoint(self._elements(rounded))
+
+    def _elements(self, values: Iterable[Value]) -> frozenset[int]:
+        """Values at hand whose elements some values may have, these among them."""
+        found: set[int] = set()
+        for value in values:
+            found |= self._known.get(value.number, frozenset())
+            if self._at_hand(value):
+                found.add(value.number)
+        return frozenset(found)
