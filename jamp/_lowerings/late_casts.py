@@ -44,11 +44,15 @@ def lower_of_weights(
     """
     taken, avals = [*operands], [*ctx.avals_in]
     if _on_one_cpu(ctx):
-        unread = True
+        first = False
         for place, weight in zip(weights, operands[2:], strict=True):
-            unread &= _is_unread(operands[place], _argument(weight))
+            users = _users(operands[place], _argument(weight))
+            first = _have_one_cast(users)
+            # So that this product and one before can be one, and a weight is cast once.
+            for barrier in filter(_is_ours, users):
+                _loosen(barrier)
         # With two weights, both operands are there from the beginning.
-        if len(weights) == 1 and unread and not differentiated:
+        if len(weights) == 1 and first and not differentiated:
             (place,) = weights
             taken[1 - place], weight = _tied(operands[1 - place], operands[2])
             # The product casts it.
@@ -113,25 +117,22 @@ def _argument(weight: Value) -> Value:
     return transpose.operands[0] if transpose else weight
 
 
-def _is_unread(cast: Value, argument: Value) -> bool:
-    """Whether an argument of the whole program was cast for the first time, for this.
-
-    If another product was tied to it, that is loosened: so the two can be one, if they
-    are the same, and the argument is cast once.
-    """
+def _users(cast: Value, argument: Value) -> list[ir.Operation]:
+    """Users of an argument of the whole program, if nothing has read this cast yet."""
     if next(iter(cast.uses), None) is not None:
-        return False
+        return []
     if not (isinstance(argument, ir.BlockArgument) and isinstance(cast, ir.OpResult)):
-        return False
+        return []
     # Any other function or block may be the body of a loop.
     around = argument.owner.owner
     if not (isinstance(around, func.FuncOp) and around.sym_name.value == "main"):
-        return False
-    users = [use.owner.operation for use in islice(argument.uses, _MOST_USERS)]
+        return []
+    return [use.owner.operation for use in islice(argument.uses, _MOST_USERS)]
+
+
+def _have_one_cast(users: list[ir.Operation]) -> bool:
+    """Whether these are all users of an argument, and one of them casts it."""
     readers = [user for user in users if user.name in _READERS]
-    for user in readers:
-        if user.name == _BARRIER and _is_ours(user):
-            _loosen(user)
     return len(readers) == 1 and len(users) < _MOST_USERS
 
 
@@ -148,9 +149,10 @@ def _tied(other: Value, weight: Value) -> tuple[Value, Value]:
     return other, weight
 
 
-def _is_ours(barrier: ir.Operation) -> bool:
-    attributes = barrier.attributes
-    return _OURS in attributes and _MARK in ir.DictAttr(attributes[_OURS])
+def _is_ours(operation: ir.Operation) -> bool:
+    attributes = operation.attributes
+    marked = _OURS in attributes and _MARK in ir.DictAttr(attributes[_OURS])
+    return operation.name == _BARRIER and marked
 
 
 def _loosen(barrier: ir.Operation) -> None:
