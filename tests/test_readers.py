@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import program_figures
 import pytest
+from jax.scipy import special
 from jaxprs import equations, traced
 
 import jamp
@@ -219,6 +220,56 @@ def test_which_is_the_largest_is_asked_before_the_rounding(name, device):
     places, *values = found
     np.testing.assert_array_equal(places, fn(x)[0])
     assert [value.dtype for value in values] == [POLICIES[device]] * len(values)
+
+
+@jax.custom_vjp
+def log_of_the_rest(p):
+    return jnp.log(1 - p)
+
+
+log_of_the_rest.defvjp(
+    lambda p: (log_of_the_rest(p), 1 - p), lambda rest, ct: (-ct / rest,)
+)
+RULED = {
+    "custom_vjp": log_of_the_rest,
+    "entropy": lambda p: -special.xlogy(p, p) - special.xlog1py(1 - p, -p),
+    "log_ndtr": lambda p: special.log_ndtr(20 * p - 10),
+    "logaddexp": lambda p: jnp.logaddexp(4 * p, jnp.log(1 - p)),
+    "logit": special.logit,
+}
+
+
+@both_policies
+@pytest.mark.parametrize("name", RULED)
+def test_a_function_with_a_derivative_rule_takes_what_was_not_rounded(name, device):
+    """Near one 16 bits have but a few numbers, and one itself."""
+
+    def of_nearly_one(h):
+        return RULED[name](0.5 + 0.5 * jnp.tanh(h))
+
+    x = activations(2, 0, POLICIES[device])
+    assert error_in_roundings(of_nearly_one, x, device) <= 0.5
+    own = jamp.autocast(lambda x: of_nearly_one(x @ EYE), device_type=device)
+    gradient = jax.grad(lambda x: own(x).astype(jnp.float32).sum())(x)
+    expected = jax.grad(lambda x: of_nearly_one(x).sum())(x)
+    eps = jnp.finfo(POLICIES[device]).eps
+    np.testing.assert_allclose(gradient, expected, rtol=eps, atol=eps)
+
+
+@both_policies
+def test_a_metric_beside_a_loss_does_not_change_it(device):
+    def loss(x, metrics):
+        p = 0.5 + 0.5 * jnp.tanh(x @ EYE)
+        return jnp.log(1 - p + 1e-7).mean(), metrics(p)
+
+    x = activations(2, 0, POLICIES[device])
+    accuracy, nothing = (lambda p: (p > 0.5).mean()), (lambda p: 0.0)
+    with_metric, without = (
+        jamp.autocast(loss, device_type=device)(x, metrics)[0]
+        for metrics in (accuracy, nothing)
+    )
+    assert with_metric == without
+    np.testing.assert_allclose(without, loss(x, nothing)[0], rtol=1e-3)
 
 
 ELEMENTS = {

@@ -96,6 +96,14 @@ class VjpRules:
         return make_jaxpr(backward, self._options)(avals[count:], tangents)
 
 
+def trace_rules(eqn: JaxprEqn, options: Options) -> tuple[Any, ...]:
+    """The programs of the derivative rules of a function, for all its operands."""
+    if eqn.primitive.name == "custom_jvp_call":
+        return (trace_jvp(eqn, options),)
+    slots, rules = tuple(differentiable(eqn)), VjpRules(eqn, options)
+    return rules.forward(slots), rules.backward(slots, (False,) * len(eqn.outvars))
+
+
 def zero_results(program: Any) -> list[bool]:
     """Which results of a program are zeros that JAX put in for symbolic ones."""
     made = {var: eqn for eqn in program.eqns for var in eqn.outvars}

@@ -105,6 +105,8 @@ class Structural(Run):
     plans: Sequence[Plan]  # what is to run for its programs
     context: Context  # what holds around it
     kind: str  # the primitive that it is emitted as
+    # Whether it is read as a function that runs in the float32 that it was traced in.
+    in_float32: bool = False
 
     @property
     def slots(self) -> list[int]:
@@ -243,13 +245,15 @@ class Equation(NamedTuple):
         *,
         changed: bool = False,
         kind: str | None = None,
+        in_float32: bool = False,
     ) -> list[Value]:
         """Binds the equation with another program; as it is, if nothing changes."""
         self.note(inner)
         if not (inner.changed or changed):
             return self.as_traced(inner.traits)
         self.plan.changed = True
-        return self.add([inner], inner.dtypes, operands, inner.traits, kind)
+        dtypes, traits = inner.dtypes, inner.traits
+        return self.add([inner], dtypes, operands, traits, kind, in_float32)
 
     def add(
         self,
@@ -258,14 +262,15 @@ class Equation(NamedTuple):
         operands: Values | None = None,
         traits: Sequence[Traits] = (),
         kind: str | None = None,
+        in_float32: bool = False,
     ) -> list[Value]:
         """Binds the equation with other programs, for results in some dtypes."""
         results = self._results(dtypes, traits)
         taken = self.operands if operands is None else operands
         name = kind or self.eqn.primitive.name
-        context, caster = self.context, self.caster
+        caster, eqn, context = self.caster, self.eqn, self.context
         self.plan.actions.append(
-            Structural(taken, results, caster, self.eqn, plans, context, name)
+            Structural(taken, results, caster, eqn, plans, context, name, in_float32)
         )
         return list(map(self._seen, results))
 

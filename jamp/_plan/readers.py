@@ -40,10 +40,18 @@ class Kind(NamedTuple):
     view: bool = False  # whether calls in float32 that read its result do it themselves
 
 
+def is_float32_function(action: Action) -> bool:
+    """Whether an action is a function with a rule that is to run in float32."""
+    return isinstance(action, Structural) and action.in_float32
+
+
 def _kind(action: Action) -> Kind | None:
     """What an elementwise or reducing action is; None for all others."""
     if not isinstance(action, Bind | Structural) or not action.results:
         return None
+    if is_float32_function(action):
+        rounds = any(value.low for value in action.results)
+        return Kind(False, False, rounds, False, compares=False)
     if isinstance(action, Structural) and action.kind != "jit":
         return None
     names = {eqn.primitive.name for eqn in nested([action.eqn])}
@@ -115,7 +123,7 @@ class Readers:
     def _add(self, action: Action) -> None:
         lows = {value.number for value in taken(action) if value.low}
         self._counts.update(lows)
-        if isinstance(action, Float32Call):
+        if isinstance(action, Float32Call) or is_float32_function(action):
             self.wide |= lows
         elif isinstance(action, Cast):
             widens = action.dtype == FLOAT32
@@ -130,6 +138,8 @@ class Readers:
         if found is not None and found.orders and len(lows) == 1:
             self.wide |= lows
             return
+        if found is not None and found.compares and len(lows) == 1:
+            return  # It takes whichever there is.
         if elementwise and made & self.wide and not made & self.low:
             self.unrounded.add(action)
             self.wide |= lows

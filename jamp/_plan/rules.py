@@ -10,13 +10,16 @@ from contextlib import suppress
 from itertools import accumulate
 from typing import Any
 
+import jax
+
 from jamp import _dtypes, _primitives
 from jamp._compat import scan_counts
 from jamp._dtypes import FLOAT32
-from jamp._equations import closed
-from jamp._plan.derivative_rules import trace_jvp
+from jamp._equations import closed, constants, nested
+from jamp._plan.derivative_rules import trace_jvp, trace_rules
+from jamp._plan.listed_calls import runs_in_float32
 from jamp._plan.plain import plan_plain
-from jamp._plan.plan import Equation, Plan
+from jamp._plan.plan import Cast, Equation, Float32Call, Plan, Structural
 from jamp._plan.records import Conversion
 from jamp._plan.values import Traits, Value, Values
 from jamp._policy.rules import Rule
@@ -257,7 +260,8 @@ def plan_custom_call(equation: Equation) -> list[Value]:
     inner = equation.inner(program, equation.operands)
     # Whether other rules would change is known only once JAX asks for them.
     changed = name != "custom_jvp_call" or inner.changed or _changes_rule(equation)
-    return equation.calling(inner, changed=changed)
+    in_float32 = _widens(inner) and _runs_in_float32(equation, closed(program))
+    return equation.calling(inner, changed=changed, in_float32=in_float32)
 
 
 @structural("call_hi_primitive")
@@ -293,6 +297,36 @@ def _changes_rule(equation: Equation) -> bool:
     # A rule may call its own function.
     trial = equation._replace(context=context._replace(tried=True))
     return trial.inner(program, inputs).changed or holds_region(program)
+
+
+def _widens(plan: Plan) -> bool:
+    """Whether a program computes something in float32 on 16 bits."""
+    return any(
+        isinstance(action, Float32Call)
+        or (isinstance(action, Cast) and action.dtype == FLOAT32)
+        or (isinstance(action, Structural) and any(map(_widens, action.plans)))
+        for action in plan.actions
+    )
+
+
+def _runs_in_float32(equation: Equation, program: Any) -> bool:
+    """Whether a function and its derivative rules are cheap to run as traced."""
+    if equation.eqn.primitive.name == "custom_vmap_call":
+        return False
+    try:
+        rules = trace_rules(equation.eqn, equation.context.region)
+    except Exception:  # noqa: BLE001 - for whoever differentiates to see
+        return False
+    # A rule calls its own function, as a rule.
+    cheap = _primitives.CHEAP | {"custom_vjp_call"}
+    return all(
+        {eqn.primitive.name for eqn in nested(part.eqns)} <= cheap
+        and runs_in_float32(part.eqns)
+        and not holds_region(part)
+        # The rule would be asked for when what it closes over is gone.
+        and not any(isinstance(const, jax.core.Tracer) for const in constants(part))
+        for part in (program, *rules)
+    )
 
 
 @structural("custom_linear_solve")

@@ -26,7 +26,7 @@ from jamp._plan.groups import Bound, Group, casts_of, with_shared_casts
 from jamp._plan.listed_calls import is_cheap
 from jamp._plan.origins import Origins
 from jamp._plan.plan import Action, Bind, Cast, Caster, Float32Call, Plan, Structural
-from jamp._plan.readers import Kind, Readers, Reading, taken
+from jamp._plan.readers import Kind, Readers, Reading, is_float32_function, taken
 from jamp._plan.records import Conversion, Record, in_float32
 from jamp._plan.values import Value
 
@@ -176,8 +176,8 @@ class _Writer:
     def _runs_wide(self, action: Bind | Structural) -> bool:
         """Whether an elementwise action runs in a float32 call from now on."""
         found = self._readers.kind(action)
-        if found is None:
-            return False
+        if found is None or is_float32_function(action):
+            return found is not None
         read = [self._entering(value) for value in taken(action)]
         if found.compares:
             # XLA may spare the rounding of one, and then it must not make the other.
