@@ -189,6 +189,10 @@ UNTOUCHED = {
     "booleans": (lambda x: x & x, jnp.ones((2, 2), bool)),
     "complex": (lambda x: jnp.exp(x @ x), jnp.ones((2, 2), jnp.complex64)),
     "complex sum": (lambda x: jnp.exp(x) - 1, jnp.ones((2, 2), jnp.complex64)),
+    "complex constant": (
+        lambda x: x * jnp.where(x.real > 0, 2.0, 1.0).astype(x.dtype),
+        jnp.ones((2, 2), jnp.complex64),
+    ),
     "fft": (lambda x: jnp.fft.fft(x), jnp.ones(4, jnp.complex64)),
 }
 

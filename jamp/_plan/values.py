@@ -159,10 +159,12 @@ def propagate(eqn: JaxprEqn, operands: Sequence[Interval | None]) -> Interval | 
 
 
 def held(interval: Interval, dtype: Any) -> Interval | None:
-    """A range as values of a dtype have it; None if integers of it would wrap."""
+    """A range as values of a dtype have it; None for complex and wrapping ones."""
     if dtype == np.bool_:
         low = float(not interval.low <= 0 <= interval.high)
         return Interval(low, float(interval.bounds != (0, 0)), 1.0)
+    if jnp.issubdtype(dtype, np.complexfloating):
+        return None
     numbers = np.array(interval, np.float64)
     if jnp.issubdtype(dtype, np.integer):
         numbers, limits = np.trunc(numbers), jnp.iinfo(dtype)
