@@ -23,7 +23,7 @@ from jamp._plan.plan import Cast, Equation, Float32Call, Plan, Structural
 from jamp._plan.records import Conversion
 from jamp._plan.values import Traits, Value, Values
 from jamp._policy.rules import Rule
-from jamp._tracing.casts import make_jaxpr
+from jamp._tracing.casts import is_kept_cast, make_jaxpr
 from jamp._tracing.regions import holds_region
 
 StructuralRule = Callable[[Equation], list[Value]]
@@ -322,6 +322,7 @@ def _runs_in_float32(equation: Equation, program: Any) -> bool:
     return all(
         {eqn.primitive.name for eqn in nested(part.eqns)} <= cheap
         and runs_in_float32(part.eqns)
+        and not any(map(is_kept_cast, nested(part.eqns)))
         and not holds_region(part)
         # The rule would be asked for when what it closes over is gone.
         and not any(isinstance(const, jax.core.Tracer) for const in constants(part))

@@ -57,9 +57,11 @@ def _as_cast(eqn: JaxprEqn) -> Any:
 
 
 def is_kept_cast(eqn: JaxprEqn) -> bool:
-    """Whether a conversion is a cast of the user's to the float32 that is there.
+    """Whether an equation is a cast of the user's to the float32 that is there.
 
     JAX leaves no conversion that changes nothing.
     """
+    if eqn.primitive is not jax.lax.convert_element_type_p:
+        return False
     taken: Any = eqn.invars[0].aval
     return _dtypes.dtype_of(eqn.outvars[0]) == taken.dtype and not taken.weak_type
