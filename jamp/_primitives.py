@@ -55,7 +55,7 @@ MOVEMENT = _names(
 # Their result is a view of their operand: the same buffer, in torch's words.
 VIEWS = _names("broadcast_in_dim reshape squeeze transpose")
 # The elements of their result are among those of their first operand.
-KEEPING_RANGE = (MOVEMENT - {"optimization_barrier"}) | _names(
+KEEPING_ELEMENTS = (MOVEMENT - {"optimization_barrier"}) | _names(
     "dynamic_slice split stop_gradient tile"
 )
 # A probability stays one.

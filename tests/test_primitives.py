@@ -25,7 +25,7 @@ TABLES = {
     for name, table in vars(primitives).items()
     if name.isupper() and isinstance(table, Collection)
 }
-TABLES |= {"rules": STRUCTURAL, "intervals": ARITHMETIC}
+TABLES |= {"rules": STRUCTURAL, "numbers": ARITHMETIC}
 
 
 @functools.cache

@@ -272,9 +272,9 @@ def _result_traits(equation: Equation, used: Sequence[Any]) -> Traits:
     floats = [v for v in operands if v.eligible]
     # A scalar among arrays scales them.
     data = any(v.traits.data for v in operands if v.rank > 0)
-    interval = None
+    numbers = None
     if caster.record.ruling.rule is Rule.PROMOTE:
-        interval = propagate(eqn, [v.traits.interval for v in operands])
+        numbers = propagate(eqn, [v.traits.numbers for v in operands])
     if name in _primitives.MATMULS:
         low = all(d in _dtypes.LOW_DTYPES for d in used[:2])
         if not low or is_elementwise(eqn):
@@ -289,11 +289,11 @@ def _result_traits(equation: Equation, used: Sequence[Any]) -> Traits:
     if name in _primitives.MOVEMENT and floats:
         source = floats[0].traits
         return source._replace(
-            interval=interval,
+            numbers=numbers,
             repeated=moved(eqn, source.repeated, new=True),
             free=tuple([moved(eqn, dims, new=False) for dims in source.free]),
         )
-    traits = Traits(interval, data=data)
+    traits = Traits(numbers, data=data)
     if unsafe and name in _primitives.KEEPING_PROBABILITY:
         firm = [v for v in floats if not v.follows]
         if len(firm) == 1 and firm[0].traits.probability:
@@ -343,8 +343,8 @@ def plan_convert(equation: Equation) -> list[Value]:
     target = np.dtype(new_dtype)
     if not value.eligible:
         (result,) = cast_and_bind(equation, Dtypes((None,)))
-        known = BOOLEAN if value.dtype == np.bool_ else value.traits.interval
-        return [result.knowing(interval=known)]
+        known = BOOLEAN if value.dtype == np.bool_ else value.traits.numbers
+        return [result.knowing(numbers=known)]
     caster.record.operands = (value.dtype,)
     if rule is Rule.FLOAT32:
         return [caster.cast(value, FLOAT32)]
@@ -354,8 +354,8 @@ def plan_convert(equation: Equation) -> list[Value]:
         return [value]
     if value.dtype == traced != target:
         (result,) = cast_and_bind(equation, Dtypes((None,)))
-        known = value.traits.interval and held(value.traits.interval, target)
-        return [result.knowing(interval=known)]
+        known = value.traits.numbers and held(value.traits.numbers, target)
+        return [result.knowing(numbers=known)]
     return [caster.cast(value, target)]
 
 

@@ -1,15 +1,13 @@
 """Values of a program being planned: their dtypes, and what else is known of them.
 
 A literal, and whatever is derived from literals and boolean masks alone, is free: it
-takes the dtype of the operands beside it. Its range is followed through arithmetic, so
-that a constant which the narrow dtype would destroy can be kept from it.
+takes the dtype of the operands beside it. Its numbers are followed through arithmetic,
+so that a constant which the narrow dtype would destroy can be kept from it.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -21,44 +19,35 @@ from jamp import _dtypes, _primitives
 from jamp._compat import is_plain_array
 from jamp._dtypes import DType, dtype_of
 
-_numbers = count()
+_ids = count()
+# The numbers that a constant may have, of many the extremes alone.
+Numbers = frozenset[float]
+_MOST = 64
+BOOLEAN: Numbers = frozenset({0.0, 1.0})
 
 
-class Interval(NamedTuple):
-    """The bounds of a constant."""
-
-    low: float
-    high: float
-    # The smallest magnitude other than zero that it is known to have, or infinity.
-    least: float
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        return self.low, self.high
-
-
-BOOLEAN = Interval(0.0, 1.0, 1.0)
-
-
-def _range_of(value: Any) -> Interval | None:
-    """The range of a literal; None for what is no real number."""
-    array = np.asarray(value)
+def _numbers(values: Any) -> Numbers | None:
+    """The different numbers among some; None for what are no real numbers."""
+    values = np.asarray(values)
     # JAX's float0 is a structured dtype.
-    if array.size == 0 or array.dtype.kind == "c" or array.dtype.names is not None:
+    if values.size == 0 or values.dtype.kind == "c" or values.dtype.names is not None:
         return None
-    numbers = array.astype(np.float64).ravel()
-    least = _smallest(*numbers.tolist())
-    return Interval(float(np.min(numbers)), float(np.max(numbers)), least)
+    found = np.unique(values.astype(np.float64))
+    if np.isnan(found).any():
+        return None
+    if len(found) > _MOST:
+        by_size = found[np.argsort(np.abs(found))]
+        nonzero = by_size[by_size != 0]
+        found = np.array([found[0], found[-1], by_size[0], nonzero[0]])
+    return frozenset(found.tolist())
 
 
 def destroyed(value: Value, dtype: DType) -> bool:
     """Whether rounding to `dtype` makes an infinity of, or zero of, a constant."""
-    if not value.follows:
-        return False
-    interval = value.traits.interval
-    numbers, rounded = np.array(interval), _rounded(interval, dtype)
+    numbers = np.array([*(value.traits.numbers or ())])
+    rounded = _rounded(numbers, dtype)
     overflows = np.isfinite(numbers) & ~np.isfinite(rounded)
-    return bool(overflows[:2].any() or (numbers[2] > 0 and rounded[2] == 0))
+    return bool((overflows | (numbers != 0) & (rounded == 0)).any())
 
 
 def inexact(value: Value, dtype: DType) -> bool:
@@ -72,115 +61,61 @@ def _rounded(numbers: Any, dtype: DType) -> Any:
         return np.array(numbers, np.float64).astype(dtype).astype(np.float64)
 
 
-def _smallest(*values: float) -> float:
-    """The smallest magnitude other than zero; infinity if there is none."""
-    return min((abs(value) for value in values if value != 0), default=math.inf)
-
-
-def _span(least: float, *values: float) -> Interval | None:
-    if any(math.isnan(value) for value in values):
-        return None
-    low, high = min(values), max(values)
-    return Interval(low, high, max(least, low, -high))
-
-
-def _sum(x: Interval, y: Interval) -> Interval | None:
-    ends = x.low + y.low, x.high + y.high
-    # Either has its smallest magnitude where the other is zero.
-    alone = [b.least for a, b in ((x, y), (y, x)) if a.low <= 0 <= a.high]
-    return _span(_smallest(*ends, *alone), *ends)
-
-
-def _negative(x: Interval) -> Interval:
-    return Interval(-x.high, -x.low, x.least)
-
-
-def _products(x: Interval, y: Interval) -> Interval | None:
-    return _span(x.least * y.least, *(a * b for a in x.bounds for b in y.bounds))
-
-
-def _divide(x: Interval, y: Interval) -> Interval | None:
-    if y.low <= 0 <= y.high:
-        return None
-    least = x.least / max(map(abs, y.bounds))
-    return _span(least, *(a / b for a in x.bounds for b in y.bounds))
-
-
-def _union(*xs: Interval) -> Interval | None:
-    return _span(min(x.least for x in xs), *(bound for x in xs for bound in x.bounds))
-
-
-def _absolute(x: Interval) -> Interval:
-    low = 0.0 if x.low <= 0 <= x.high else min(map(abs, x.bounds))
-    return Interval(low, max(map(abs, x.bounds)), x.least)
-
-
-def _between(choose: Any, x: Interval, y: Interval) -> Interval | None:
-    ends = choose(x.low, y.low), choose(x.high, y.high)
-    return _span(min(x.least, y.least), *ends)
-
-
-_max, _min = partial(_between, max), partial(_between, min)
-
-
-ARITHMETIC: Mapping[str, Callable[..., Interval | None]] = {
-    "add": _sum,
-    "sub": lambda x, y: _sum(x, _negative(y)),
-    "mul": _products,
-    "div": _divide,
-    "neg": _negative,
-    "abs": _absolute,
-    "max": _max,
-    "min": _min,
-    "clamp": lambda low, x, high: (found := _max(x, low)) and _min(found, high),
-    "select_n": _union,
-    "concatenate": _union,
-    "pad": _union,
-    **dict.fromkeys(_primitives.KEEPING_RANGE, lambda x: x),
+ARITHMETIC: Mapping[str, Callable[..., Any]] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+    "neg": np.negative,
+    "abs": np.abs,
+    "max": np.maximum,
+    "min": np.minimum,
+    "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
+    **dict.fromkeys(
+        ("select_n", "concatenate", "pad"), lambda *xs: np.hstack([*map(np.ravel, xs)])
+    ),
+    **dict.fromkeys(_primitives.KEEPING_ELEMENTS, lambda x: x),
 }
 
 
-def propagate(eqn: JaxprEqn, operands: Sequence[Interval | None]) -> Interval | None:
-    """The range of an equation's results, if its operands are constants."""
+def propagate(eqn: JaxprEqn, operands: Sequence[Numbers | None]) -> Numbers | None:
+    """The numbers of an equation's results, if its operands are constants."""
     name = eqn.primitive.name
-    rule = ARITHMETIC.get(name)
-    if rule is None:
+    if name not in ARITHMETIC:
         return None
     if name == "select_n":
         operands = operands[1:]
-    elif name in _primitives.KEEPING_RANGE:
+    elif name in _primitives.KEEPING_ELEMENTS:
         # The others are indices and shapes.
         operands = operands[:1]
-    known = [operand for operand in operands if operand is not None]
-    if len(known) < len(operands):
+    known = [np.array([*operand]) for operand in operands if operand is not None]
+    divides_by_zero = name == "div" and known and 0 in known[-1]
+    if len(known) < len(operands) or divides_by_zero:
         return None
-    found = rule(*known)
-    return None if found is None else held(found, dtype_of(eqn.outvars[0]))
+    with np.errstate(all="ignore"):
+        found = _numbers(ARITHMETIC[name](*np.ix_(*known)))
+    return found and held(found, dtype_of(eqn.outvars[0]))
 
 
-def held(interval: Interval, dtype: Any) -> Interval | None:
-    """A range as values of a dtype have it; None for complex and wrapping ones."""
+def held(numbers: Numbers, dtype: Any) -> Numbers | None:
+    """Numbers as a dtype has them; None for complex and wrapping ones."""
+    found = np.array([*numbers])
     if dtype == np.bool_:
-        low = float(not interval.low <= 0 <= interval.high)
-        return Interval(low, float(interval.bounds != (0, 0)), 1.0)
+        return _numbers(found != 0)
     if jnp.issubdtype(dtype, np.complexfloating):
         return None
-    numbers = np.array(interval, np.float64)
     if jnp.issubdtype(dtype, np.integer):
-        numbers, limits = np.trunc(numbers), jnp.iinfo(dtype)
-        if numbers[0] < limits.min or numbers[1] > limits.max:
-            return None
-    else:
-        numbers = _rounded(interval, dtype)
-    low, high, least = numbers.tolist()
-    return Interval(low, high, least or _smallest(low, high))
+        found, limits = np.trunc(found), jnp.iinfo(dtype)
+        fits = limits.min <= found.min() and found.max() <= limits.max
+        return _numbers(found) if fits else None
+    return _numbers(_rounded(found, dtype))
 
 
 class Traits(NamedTuple):
     """What is known of a value beside its dtype; hashable, so that it keys caches."""
 
-    # Bounds, if it follows the dtype of others: it is derived from constants alone.
-    interval: Interval | None = None
+    # If it is derived from constants alone, their numbers: it follows others' dtype.
+    numbers: Numbers | None = None
     # The dimensions along which broadcasting or inserting them repeats it.
     repeated: tuple[int, ...] = ()
     # If it is the direct result of a lowered product, those along which a bias varies,
@@ -208,7 +143,7 @@ class Value:
         known: Any = None,
     ):
         # Two values of which different things are known may be one array: one number.
-        self.number = next(_numbers)
+        self.number = next(_ids)
         self.aval = aval  # as traced, in the dtype that it is computed in
         # None for what has none, as a token.
         self.dtype: DType = getattr(aval, "dtype", None)  # type: ignore[assignment]
@@ -230,7 +165,7 @@ class Value:
 
     @classmethod
     def literal(cls, literal: Any) -> Value:
-        traits = Traits(_range_of(literal.val), table=literal.aval.ndim == 0)
+        traits = Traits(_numbers(literal.val), table=literal.aval.ndim == 0)
         return cls(literal.aval, traits, known=literal.val)
 
     def knowing(self, **traits: Any) -> Value:
@@ -273,15 +208,13 @@ class Value:
     @property
     def follows(self) -> bool:
         """Whether it takes the dtype of the operands beside it."""
-        return self.traits.interval is not None
+        return self.traits.numbers is not None
 
     @property
     def constant(self) -> float | None:
         """The number it stands for, if it is a scalar known before the program runs."""
-        interval = self.traits.interval
-        if interval is None or self.ndim > 0 or interval.low != interval.high:
-            return None
-        return interval.low
+        found = self.traits.numbers or ()
+        return next(iter(found)) if self.ndim == 0 and len(found) == 1 else None
 
     def constant_in(self, dtype: DType) -> Value:
         number = np.asarray(self.constant).astype(dtype)[()]
