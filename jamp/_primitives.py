@@ -52,6 +52,10 @@ MOVEMENT = _names(
     "reshape reshard rev sharding_constraint slice squeeze transpose",
     "with_memory_space_constraint",
 )
+# They change no number; of some they take a part, or put several together.
+MOVING = MOVEMENT | _names(
+    "dynamic_slice dynamic_update_slice scatter split stack tile unstack"
+)
 # Their result is a view of their operand: the same buffer, in torch's words.
 VIEWS = _names("broadcast_in_dim reshape squeeze transpose")
 # The elements of their result are among those of their first operand.
@@ -77,7 +81,8 @@ CHEAP = (
     | (REDUCTIONS - _names("argmax argmin reduce_prod reduce_xor"))
     | _names(
         "broadcast_in_dim concatenate convert_element_type custom_jvp_call gather iota",
-        "is_finite jit pad reshape rev slice squeeze stop_gradient transpose",
+        "is_finite jit pad reshape rev slice split squeeze stack stop_gradient",
+        "transpose unstack",
     )
 )
 # Linear algebra without 16-bit kernels. Some releases of JAX refuse 16-bit operands of
@@ -97,17 +102,19 @@ CALLS = {
     "jit": "jaxpr",
     "remat2": "jaxpr",
 }
+# Their results are elements of their operands, or zero.
+REARRANGING = _names(
+    "broadcast_in_dim concatenate copy dynamic_slice dynamic_update_slice gather jit",
+    "neg pad reshape rev scatter slice split squeeze stack stop_gradient tile",
+    "transpose unstack",
+)
 # Their results are among the elements of their operands, or zero or one.
-EXACT = _names(
-    "abs broadcast_in_dim clamp concatenate copy custom_jvp_call gather jit max min",
-    "neg pad reduce_max reduce_min reshape rev select_n sign slice squeeze",
-    "stop_gradient transpose",
+EXACT = REARRANGING | _names(
+    "abs clamp cummax cummin custom_jvp_call max min reduce_max reduce_min select_n",
+    "sign",
 )
 # Their backward pass needs nothing of their operands.
-LINEAR = _names(
-    "add add_any broadcast_in_dim concatenate convert_element_type copy gather jit neg",
-    "pad reduce_sum reshape rev slice squeeze stop_gradient sub transpose",
-)
+LINEAR = REARRANGING | _names("add add_any convert_element_type reduce_sum sub")
 # They run in no other dtypes than those that they stand in.
 DTYPE_BOUND = _names("bitcast_convert_type call_hi_primitive ffi_call pure_callback")
 # Functions of one number, which are rounded once.

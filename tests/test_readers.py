@@ -222,6 +222,35 @@ def test_which_is_the_largest_is_asked_before_the_rounding(name, device):
     assert [value.dtype for value in values] == [POLICIES[device]] * len(values)
 
 
+MOVES = {
+    "at": lambda h: h.at[0].set(1.0),
+    "concatenate": lambda h: jnp.concatenate([h, h]),
+    "cummax": lambda h: jax.lax.cummax(h, axis=1),
+    "dynamic_slice": lambda h: jax.lax.dynamic_slice_in_dim(h, 1, 2),
+    "dynamic_update_slice": lambda h: jax.lax.dynamic_update_slice(h, h[:2], (2, 0)),
+    "pad": lambda h: jnp.pad(h, 1, constant_values=1.0),
+    "split": lambda h: jnp.concatenate(jnp.split(h, 2)[::-1]),
+    "stack": lambda h: jnp.stack([h, h]),
+    "tile": lambda h: jnp.tile(h, 2),
+    "unstack": lambda h: jnp.add(*jnp.unstack(h)[:2]) / 2,
+}
+
+
+@both_policies
+@pytest.mark.parametrize("name", MOVES)
+def test_what_moves_a_value_before_its_reader_does_not_round_it(name, device):
+    def of_about_one(h):
+        return jnp.log(MOVES[name](1 + 2**-10 * jnp.tanh(h)))
+
+    x = activations(1, 0, POLICIES[device])
+    assert error_in_roundings(of_about_one, x, device) <= 0.5
+    total = lambda fn: lambda x: fn(x @ EYE).astype(jnp.float32).sum()  # noqa: E731
+    own = jax.grad(jamp.autocast(total(of_about_one), device_type=device))(x)
+    expected = jax.grad(total(of_about_one))(x)
+    scale, eps = jnp.abs(expected).max(), jnp.finfo(POLICIES[device]).eps
+    np.testing.assert_allclose(own, expected, rtol=eps, atol=eps * scale)
+
+
 @jax.custom_vjp
 def log_of_the_rest(p):
     return jnp.log(1 - p)

@@ -70,7 +70,7 @@ def _kind(action: Action) -> Kind | None:
     scales = isinstance(action, Bind) and _scales_low(action)
     return Kind(
         exact,
-        names <= _primitives.MOVEMENT,
+        names <= _primitives.MOVING,
         low[0],
         scales or names <= _primitives.LINEAR,
         compares=takes_low and not low[0],

@@ -162,11 +162,11 @@ class _Writer:
     def _bind(self, action: Bind) -> None:
         found = self._readers.kind(action)
         if found is not None and found.exact:
-            number = action.results[0].number
+            made = [value.number for value in action.results]
             if not found.low and all(map(self._is_moved, action.read)):
-                self._moved.add(number)
+                self._moved.update(made)
             if found.low and any(map(self._at_hand, action.read)):
-                self._exact[number] = action
+                self._exact.update(dict.fromkeys(made, action))
         if found is not None and found.view:
             self._views[action.results[0].number] = action
             self._prepare(action)
