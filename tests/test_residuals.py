@@ -172,3 +172,20 @@ def test_forward_mode_and_second_derivatives_go_through_what_is_run_again():
     found = curvature(jamp.autocast(loss, device_type="gpu"))
     for one, other in zip(found, curvature(loss), strict=True):
         np.testing.assert_allclose(one, other, atol=32 * 2**-11 * abs(other).max())
+
+
+@pytest.mark.parametrize("device", ["gpu", "cpu"])
+def test_a_norm_that_is_kept_is_of_the_16_bits_that_are_kept(device):
+    """XLA may spare the rounding in the forward pass; the backward pass reads it."""
+    x, w, b = (
+        jnp.float32(np.random.default_rng(0).standard_normal(shape))
+        for shape in [(64, 8), (8, 4), (4,)]
+    )
+
+    def squares(w):
+        h = x @ w + b
+        unit = h / jnp.linalg.norm(h, axis=-1, keepdims=True)
+        return jnp.sum(unit * unit) + jnp.sum(h @ jnp.eye(4)) * 0
+
+    gradient = jax.jit(jax.grad(jamp.autocast(squares, device_type=device)))(w)
+    np.testing.assert_allclose(gradient, 0, atol=1e-5)

@@ -63,10 +63,13 @@ def _run(action: Float32Call, *arrays: Any) -> list[Any]:
     return [*wide, *(narrow[var] for var in action.outvars if var in dtypes)]
 
 
+_SAVED = _primitives.REDUCTIONS | _primitives.ORDERS
+
+
 def _reduces(primitive: Any, *operands: Any, **params: Any) -> bool:
     """Whether a result is worth saving: it takes a pass to compute, or a sort."""
     del operands, params
-    return str(primitive) in _primitives.REDUCTIONS | _primitives.ORDERS
+    return str(primitive) in _SAVED
 
 
 def _recomputing(
@@ -79,12 +82,15 @@ def _recomputing(
     """
     names = {eqn.primitive.name for eqn in nested(action.eqns)}
     costly = not names.isdisjoint(_primitives.TRANSCENDENTAL)
+    saves = not names.isdisjoint(_SAVED)
     round_gradient = costly and names.isdisjoint(_primitives.REDUCTIONS)
     barred = costly or action.device_type == "cpu"
 
     def widened(array: Any, wide: Any) -> Any:
         if wide is not None:
-            return _widened(array, wide)
+            return _widened(saves, array, wide)
+        if saves:
+            return _in_float32(array)
         array = _with_rounded_gradient(array) if round_gradient else array
         return jax.lax.convert_element_type(array, FLOAT32)
 
@@ -98,16 +104,40 @@ def _recomputing(
     return jax.checkpoint(widen_and_run, policy=_reduces, prevent_cse=barred)
 
 
-@jax.custom_jvp
-def _widened(low: Any, wide: Any) -> Any:
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _widened(saves: bool, low: Any, wide: Any) -> Any:
     """The cast of an array, whose gradient goes to `wide`, a cast made elsewhere."""
+    del saves
     return jax.lax.convert_element_type(low, wide.dtype)
 
 
 @_widened.defjvp
-def _widened_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+def _widened_jvp(saves: bool, primals: Any, tangents: Any) -> tuple[Any, Any]:
     # Without `wide`, which would be saved; second derivatives go to the array.
-    return jax.lax.convert_element_type(primals[0], tangents[1].dtype), tangents[1]
+    low, _ = primals
+    found = _rounded(low) if saves else jax.lax.convert_element_type(low, FLOAT32)
+    return found, tangents[1]
+
+
+@jax.custom_jvp
+def _in_float32(low: Any) -> Any:
+    """The cast of an array; of which sums are saved that belong to its 16 bits."""
+    return jax.lax.convert_element_type(low, FLOAT32)
+
+
+@_in_float32.defjvp
+def _in_float32_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    return _rounded(*primals), jax.lax.convert_element_type(tangents[0], FLOAT32)
+
+
+def _rounded(low: Any) -> Any:
+    """The float32 of the 16 bits themselves.
+
+    From a cast alone XLA may spare the rounding before it, in the forward pass; what is
+    saved there would not fit what the backward pass computes from the 16 bits.
+    """
+    wide = jax.lax.convert_element_type(low, FLOAT32)
+    return jax.lax.reduce_precision(wide, 8, jax.numpy.finfo(low.dtype).nmant)
 
 
 @jax.custom_jvp
