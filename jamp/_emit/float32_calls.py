@@ -11,18 +11,19 @@ float32 inside anew, instead of several float32 arrays: less memory, and less to
 What leaves it in 16 bits is cast inside of it, so that its gradient enters in 16 bits.
 """
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import JaxprEqn, Literal
 from jax.extend.source_info_util import current_name_stack, user_context
 
 from jamp import _primitives
 from jamp._compat import INLINE, settings, under_trace
-from jamp._dtypes import FLOAT32
+from jamp._dtypes import FLOAT32, shape_of
 from jamp._emit.emitter import Arrays, Emitter, emits
 from jamp._equations import bind, nested
 from jamp._plan.plan import Float32Call
@@ -63,6 +64,8 @@ def _run(action: Float32Call, *arrays: Any) -> list[Any]:
     return [*wide, *(narrow[var] for var in action.outvars if var in dtypes)]
 
 
+# Elements of a sum whose roundings change it by less than a sixteenth of one.
+_MANY = 256
 _SAVED = _primitives.REDUCTIONS | _primitives.ORDERS
 
 
@@ -70,6 +73,18 @@ def _reduces(primitive: Any, *operands: Any, **params: Any) -> bool:
     """Whether a result is worth saving: it takes a pass to compute, or a sort."""
     del operands, params
     return str(primitive) in _SAVED
+
+
+def _saves_few(eqn: JaxprEqn) -> bool:
+    """Whether a result is saved that the rounding of its operand moves noticeably.
+
+    In a sum of many elements the roundings average out.
+    """
+    if eqn.primitive.name != "reduce_sum":
+        return eqn.primitive.name in _SAVED
+    shape = shape_of(eqn.invars[0])
+    count = math.prod(shape[axis] for axis in eqn.params["axes"])
+    return not isinstance(count, int) or count < _MANY
 
 
 def _recomputing(
@@ -82,7 +97,7 @@ def _recomputing(
     """
     names = {eqn.primitive.name for eqn in nested(action.eqns)}
     costly = not names.isdisjoint(_primitives.TRANSCENDENTAL)
-    saves = not names.isdisjoint(_SAVED)
+    saves = any(map(_saves_few, nested(action.eqns)))
     round_gradient = costly and names.isdisjoint(_primitives.REDUCTIONS)
     barred = costly or action.device_type == "cpu"
 

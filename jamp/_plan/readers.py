@@ -140,7 +140,9 @@ class Readers:
             return
         if found is not None and found.compares and len(lows) == 1:
             return  # It takes whichever there is.
-        if elementwise and made & self.wide and not made & self.low:
+        # Of several results, the float32 of each would be kept for the backward pass.
+        one = len(made) == 1
+        if elementwise and one and made & self.wide and not made & self.low:
             self.unrounded.add(action)
             self.wide |= lows
             return
