@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import jet, sparse
 from jax.test_util import check_grads
 from jaxprs import equations, matmul_dtypes, traced
 
@@ -280,3 +281,19 @@ def test_diagnose_follows_a_batched_while_loop():
     x = jnp.arange(1.0, 4)[:, None] * jnp.ones((3, 4))
     found = jamp.diagnose(jax.vmap(until_small), device_type="gpu", progress=False)
     assert found(x, jnp.asarray([1.0, 0.5, 3.0])).healthy
+
+
+def second_derivative(x):
+    """Along a direction, by Taylor series."""
+    series = jet.jet(loss, (x,), ((jnp.ones_like(x), jnp.zeros_like(x)),))
+    return series[1][1]
+
+
+def of_sparse(w):
+    product = sparse.sparsify(lambda x, w: x @ w)
+    return product(sparse.BCOO.fromdense(X, nse=X.size), w)
+
+
+@pytest.mark.parametrize("fn", [second_derivative, of_sparse])
+def test_a_transform_with_rules_of_its_own_stands_inside(fn):
+    near(gpu(fn)(W), fn(W))
