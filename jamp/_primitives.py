@@ -102,7 +102,7 @@ CALLS = {
     "jit": "jaxpr",
     "remat2": "jaxpr",
 }
-# Their results are elements of their operands, or zero.
+# Their results are elements of their operands, but for the sign, or zero.
 REARRANGING = _names(
     "broadcast_in_dim concatenate copy dynamic_slice dynamic_update_slice gather jit",
     "neg pad reshape rev scatter slice split squeeze stack stop_gradient tile",
