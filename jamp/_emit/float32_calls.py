@@ -95,9 +95,10 @@ def _recomputing(
     Barriers keep XLA from sharing it with the forward pass, and from fusing it with
     what is around. On GPUs, unlike CPUs, it computes cheap functions again without.
     """
-    names = {eqn.primitive.name for eqn in nested(action.eqns)}
+    eqns = [*nested(action.eqns)]
+    names = {eqn.primitive.name for eqn in eqns}
     costly = not names.isdisjoint(_primitives.TRANSCENDENTAL)
-    saves = any(map(_saves_few, nested(action.eqns)))
+    saves = any(map(_saves_few, eqns))
     round_gradient = costly and names.isdisjoint(_primitives.REDUCTIONS)
     barred = costly or action.device_type == "cpu"
 

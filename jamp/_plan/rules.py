@@ -311,22 +311,29 @@ def _widens(plan: Plan) -> bool:
 
 def _runs_in_float32(equation: Equation, program: Any) -> bool:
     """Whether a function and its derivative rules are cheap to run as traced."""
-    if equation.eqn.primitive.name == "custom_vmap_call":
+    other = equation.eqn.primitive.name == "custom_vmap_call"
+    # Most functions that are not cheap are known before their rules are traced.
+    if other or not _is_cheap_as_traced(program):
         return False
     try:
         rules = trace_rules(equation.eqn, equation.context.region)
     except Exception:  # noqa: BLE001 - for whoever differentiates to see
         return False
+    return all(map(_is_cheap_as_traced, rules))
+
+
+def _is_cheap_as_traced(program: Any) -> bool:
+    """Whether a function, or a derivative rule of one, may run in float32 alone."""
+    eqns = [*nested(program.eqns)]
     # A rule calls its own function, as a rule.
     cheap = _primitives.CHEAP | {"custom_vjp_call"}
-    return all(
-        {eqn.primitive.name for eqn in nested(part.eqns)} <= cheap
-        and runs_in_float32(part.eqns)
-        and not any(map(is_kept_cast, nested(part.eqns)))
-        and not holds_region(part)
+    return (
+        {eqn.primitive.name for eqn in eqns} <= cheap
+        and runs_in_float32(program.eqns)
+        and not any(map(is_kept_cast, eqns))
+        and not holds_region(program)
         # The rule would be asked for when what it closes over is gone.
-        and not any(isinstance(const, jax.core.Tracer) for const in constants(part))
-        for part in (program, *rules)
+        and not any(isinstance(const, jax.core.Tracer) for const in constants(program))
     )
 
 

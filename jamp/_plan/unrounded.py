@@ -176,8 +176,10 @@ class _Writer:
     def _runs_wide(self, action: Bind | Structural) -> bool:
         """Whether an elementwise action runs in a float32 call from now on."""
         found = self._readers.kind(action)
-        if found is None or is_float32_function(action):
-            return found is not None
+        if found is None:
+            return False
+        if is_float32_function(action):
+            return True
         read = [self._entering(value) for value in taken(action)]
         if found.compares:
             # XLA may spare the rounding of one, and then it must not make the other.

@@ -44,7 +44,9 @@ def _numbers(values: Any) -> Numbers | None:
 
 def destroyed(value: Value, dtype: DType) -> bool:
     """Whether rounding to `dtype` makes an infinity of, or zero of, a constant."""
-    numbers = np.array([*(value.traits.numbers or ())])
+    if value.traits.numbers is None:
+        return False
+    numbers = np.array([*value.traits.numbers])
     rounded = _rounded(numbers, dtype)
     overflows = np.isfinite(numbers) & ~np.isfinite(rounded)
     return bool((overflows | (numbers != 0) & (rounded == 0)).any())
@@ -88,12 +90,12 @@ def propagate(eqn: JaxprEqn, operands: Sequence[Numbers | None]) -> Numbers | No
     elif name in _primitives.KEEPING_ELEMENTS:
         # The others are indices and shapes.
         operands = operands[:1]
-    known = [np.array([*operand]) for operand in operands if operand is not None]
-    divides_by_zero = name == "div" and known and 0 in known[-1]
-    if len(known) < len(operands) or divides_by_zero:
+    known = [operand for operand in operands if operand is not None]
+    if len(known) < len(operands) or (name == "div" and 0 in known[1]):
         return None
+    arrays = np.ix_(*(np.array([*numbers]) for numbers in known))
     with np.errstate(all="ignore"):
-        found = _numbers(ARITHMETIC[name](*np.ix_(*known)))
+        found = _numbers(ARITHMETIC[name](*arrays))
     return found and held(found, dtype_of(eqn.outvars[0]))
 
 
