@@ -12,18 +12,19 @@ What leaves it in 16 bits is cast inside of it, so that its gradient enters in 1
 """
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal, Var
 from jax.extend.source_info_util import current_name_stack, user_context
 
 from jamp import _primitives
 from jamp._compat import INLINE, settings, under_trace
-from jamp._dtypes import FLOAT32, shape_of
+from jamp._dtypes import FLOAT32, dtype_of, shape_of
 from jamp._emit.emitter import Arrays, Emitter, emits
 from jamp._equations import bind, nested
 from jamp._plan.plan import Float32Call
@@ -33,9 +34,10 @@ from jamp._plan.plan import Float32Call
 def emit_float32_call(emitter: Emitter, action: Float32Call, arrays: Arrays) -> Arrays:
     """Emits a call; from 16-bit arrays, the backward pass runs it again."""
     low = tuple(value.low for value in action.operands[: len(action.invars)])
-    run: Callable[..., list[Any]] = partial(_run, action)
+    run: Callable[..., list[Any]] = partial(_run, action, frozenset())
     if any(low):
-        run = _recomputing(run, low, action)
+        apart = _kept_apart(action) if action.device_type == "cpu" else frozenset()
+        run = _recomputing(partial(_run, action, apart), low, action)
     if not (emitter.share and under_trace(arrays)):
         return run(*arrays)
     narrow = tuple(None if cast is None else cast.dtype for cast in action.narrowed)
@@ -48,7 +50,8 @@ def emit_float32_call(emitter: Emitter, action: Float32Call, arrays: Arrays) -> 
     return known[key](*arrays)
 
 
-def _run(action: Float32Call, *arrays: Any) -> list[Any]:
+def _run(action: Float32Call, apart: Collection[Var], *arrays: Any) -> list[Any]:
+    """Runs it; what reads one of `apart` does not compute it itself."""
     env = dict(zip(action.invars, arrays, strict=True))
     wanted = zip(action.outvars, action.narrowed, strict=True)
     dtypes = {var: cast.dtype for var, cast in wanted if cast is not None}
@@ -60,8 +63,54 @@ def _run(action: Float32Call, *arrays: Any) -> list[Any]:
             env.update(zip(eqn.outvars, bind(eqn, operands), strict=True))
             for var in filter(dtypes.__contains__, eqn.outvars):
                 narrow[var] = jax.lax.convert_element_type(env[var], dtypes[var])
+            for var in filter(apart.__contains__, eqn.outvars):
+                env[var] = _apart(env[var])
     wide = [env[var] for var in action.outvars]
     return [*wide, *(narrow[var] for var in action.outvars if var in dtypes)]
+
+
+_ELEMENT_BY_ELEMENT = (
+    _primitives.TRANSCENDENTAL
+    | _primitives.ARITHMETIC
+    | (_primitives.MOVEMENT - _primitives.ENLARGING)
+    | _primitives.CALLS.keys()
+)
+
+
+def _kept_apart(action: Float32Call) -> frozenset[Var]:
+    """What functions with numbers in them give to a reduction, or to other calls.
+
+    XLA for CPUs computes such a function inside of the reduction that reads it, or of
+    a matrix product, and for that writes each number out, as large as the array.
+    """
+    readers: Counter[Var] = Counter(action.outvars)
+    ends = set(action.outvars)
+    numbered: set[Var] = set()
+    for eqn in action.eqns:
+        taken = [v for v in eqn.invars if not isinstance(v, Literal)]
+        readers.update(taken)
+        if eqn.primitive.name in _primitives.REDUCTIONS:
+            ends.update(taken)
+        has_numbers = len(taken) < len(eqn.invars) or not numbered.isdisjoint(taken)
+        if has_numbers or eqn.primitive.name in _primitives.CALLS:
+            names = {inner.primitive.name for inner in nested([eqn])}
+            numbered.update(eqn.outvars if names <= _ELEMENT_BY_ELEMENT else ())
+    arrays = (v for v in numbered & ends if dtype_of(v) == FLOAT32 and shape_of(v))
+    return frozenset(var for var in arrays if readers[var] == 1)
+
+
+@jax.custom_jvp
+def _apart(array: Any) -> Any:
+    """The array itself, through what XLA computes in no reduction and no product.
+
+    A barrier is gone before XLA 0.11 forms these; a clamp that changes nothing is not.
+    """
+    return jax.lax.clamp(np.float32(-np.inf), array, np.float32(np.inf))
+
+
+@_apart.defjvp
+def _apart_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    return _apart(*primals), tangents[0]
 
 
 # Elements of a sum whose roundings change it by less than a sixteenth of one.
