@@ -35,12 +35,15 @@ def make_jaxpr(fn: Callable[..., Any], options: regions.Options) -> Callable[...
 
 def _marked(array: Any, filename: str) -> Any:
     """An array after a cast, in this file, to the dtype that it has."""
-    if (
-        regions.current() is None  # in another thread
-        or array.dtype != _dtypes.FLOAT32
-        or array.weak_type
-        or not is_users(filename)
-    ):
+    # There are no options in another thread.
+    known = regions.current() is not None and is_users(filename)
+    return kept_float32(array) if known else array
+
+
+def kept_float32(array: Any) -> Any:
+    """An array that is float32 where it is traced, and stays so under autocast."""
+    aval = jax.typeof(array)
+    if aval.dtype != _dtypes.FLOAT32 or aval.weak_type:
         return array
     try:
         return jax.lax.reduce_precision(array, **_MARK)

@@ -9,11 +9,14 @@ import sys
 import types
 from collections.abc import Callable
 from functools import partial
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import jax
 
+from jamp._dtypes import FLOAT32
 from jamp._errors import AutocastTypeError
+from jamp._tracing.casts import kept_float32
 from jamp._tracing.checks import refuse_made
 from jamp._tracing.trace import pass_for
 
@@ -102,12 +105,18 @@ def _refuse_collecting(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
 
 
 def _changed(nnx: Any, before: dict[Any, list[Any]], after: Any) -> Any:
-    """What a call changed in a state; the rest may not even be written, under jit."""
-    kept = [
-        (path, leaf)
-        for path, leaf in nnx.to_flat_state(after)
-        if list(map(id, jax.tree.leaves(leaf))) != list(map(id, before.get(path, [])))
-    ]
+    """What a call changed in a state; the rest may not even be written, under jit.
+
+    What was float32 before stays float32.
+    """
+    kept = []
+    for path, leaf in nnx.to_flat_state(after):
+        arrays, known = jax.tree.leaves(leaf), before.get(path, [])
+        if list(map(id, arrays)) == list(map(id, known)):
+            continue
+        if [x.dtype for x in known] == [FLOAT32]:
+            leaf = jax.tree.map(kept_float32, leaf)
+        kept.append((path, leaf))
     return nnx.from_flat_state(kept)
 
 
@@ -125,6 +134,14 @@ def value_and_grad(*arguments: Any) -> Callable[..., Any]:
 
     found = any(map(changes, jax.tree.leaves(arguments, is_leaf=changes)))
     return nnx.value_and_grad if found else jax.value_and_grad
+
+
+def is_argnum(value: Any) -> bool:
+    """Whether a value says at which argument to differentiate."""
+    nnx = sys.modules.get("flax.nnx")
+    return isinstance(value, Integral) or (
+        nnx is not None and isinstance(value, nnx.DiffState)
+    )
 
 
 def is_node(nnx: Any, value: Any) -> bool:

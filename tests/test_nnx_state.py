@@ -1,0 +1,72 @@
+"""State of flax.nnx modules that products compute keeps its dtype."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jamp
+
+gpu = functools.partial(jamp.autocast, device_type="gpu")
+
+X = jax.random.normal(jax.random.key(1), (8, 4))
+
+
+def near(actual, expected):
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_allclose(x, y, rtol=0.02, atol=2e-3)
+
+
+class Remembering(nnx.Module):
+    """Keeps what its last call computed."""
+
+    def __init__(self):
+        layer = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        self.norm = nnx.SpectralNorm(layer, rngs=nnx.Rngs(0))
+        self.last = nnx.Variable(jnp.zeros((8, 4)))
+        self.queue = nnx.Cache(jnp.ones((12, 4)))
+        self.number = nnx.Variable(jnp.zeros(()))
+
+    def __call__(self, x):
+        h = self.norm(x) + self.last[...]
+        self.last[...] = self.norm(x)
+        self.queue[...] = jax.lax.dynamic_update_slice(self.queue[...], h, (3, 0))
+        self.number[...] = 0.5
+        self.made = nnx.Intermediate(self.norm(x))
+        return h
+
+
+WAYS = {
+    "eager": lambda model: gpu(lambda model: model(X))(model),
+    "jit outside": lambda model: nnx.jit(gpu(lambda model: model(X)))(model),
+    "remat inside": lambda model: gpu(nnx.remat(lambda model: model(X)))(model),
+    "module itself": lambda model: gpu(model)(X),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_state_keeps_the_dtypes_that_it_has(way):
+    expected, model = Remembering(), Remembering()
+    expected(X)
+    WAYS[way](model)
+    assert model.made[...].dtype == jnp.float16
+    del model.made, expected.made
+    near(nnx.state(model), nnx.state(expected))
+
+
+def test_state_that_products_computed_is_the_carry_of_a_scan():
+    def epoch(model, of):
+        def step(model, x):
+            return model, nnx.value_and_grad(of)(model, x)[0]
+
+        axes = {"in_axes": (nnx.Carry, 0), "out_axes": (nnx.Carry, 0)}
+        return nnx.scan(step, **axes)(model, jnp.stack([X, 2 * X]))[1]
+
+    def mean(model, x):
+        return jnp.mean(model.norm(x) ** 2)
+
+    near(epoch(Remembering(), gpu(mean)), epoch(Remembering(), mean))
