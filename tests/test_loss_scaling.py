@@ -335,6 +335,24 @@ def test_a_flax_train_state_trains_and_skips():
     assert jamp.last_step_skipped(skipped)
 
 
+def test_value_and_grad_is_of_those_variables_that_argnums_names():
+    model = nnx.LoRALinear(8, 4, lora_rank=2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, TX, wrt=nnx.LoRAParam)
+    some = nnx.DiffState(0, nnx.LoRAParam)
+
+    def loss(model, x):
+        return jnp.mean((model(x) - 1) ** 2)
+
+    x = jnp.ones((3, 8))
+    value, grads = jamp.value_and_grad(loss, argnums=some)(optimizer, model, x)
+    expected, expected_grads = nnx.value_and_grad(loss, argnums=some)(model, x)
+    assert value == expected
+    scale = jamp.loss_scale(optimizer)
+    assert same(grads, jax.tree.map(lambda grad: grad * scale, expected_grads))
+    optimizer.update(model, grads)
+    assert (model.lora.lora_b[...] != 0).any()
+
+
 def test_an_nnx_optimizer_trains_and_skips():
     model, optimizer = nnx_optimizer(TX)
 

@@ -1,10 +1,12 @@
 """`jamp.value_and_grad`: the gradients of a scaled loss."""
 
+from __future__ import annotations
+
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from numbers import Integral, Number
-from typing import Any, Never
+from numbers import Number
+from typing import TYPE_CHECKING, Any, Never
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +18,13 @@ from jamp._loss_scaling.transformation import find_scale
 from jamp._tracing import nnx_modules
 from jamp._tracing.checks import check_function, is_array
 
+if TYPE_CHECKING:
+    from flax import nnx
+
 
 def value_and_grad(
     loss_fn: Callable[..., Any],
-    argnums: int | Sequence[int] = 0,
+    argnums: int | Sequence[int] | nnx.DiffState | Sequence[nnx.DiffState] = 0,
     has_aux: bool = False,
     *inputs: Never,
     **options: Any,
@@ -33,7 +38,8 @@ def value_and_grad(
 
     Args:
       loss_fn: the loss, a function that returns a scalar.
-      argnums: which arguments of `loss_fn` to differentiate at.
+      argnums: which arguments of `loss_fn` to differentiate at: an integer or several,
+        or `nnx.DiffState` for some of a module's variables.
       has_aux: whether `loss_fn` returns a pair of the loss and something else.
       **options: further options of `jax.value_and_grad`.
 
@@ -47,8 +53,8 @@ def value_and_grad(
       ScalerTypeError: the loss is no real scalar, `has_aux` does not fit what `loss_fn`
         returns, or what to differentiate at holds integers.
     """
-    numbers = argnums if isinstance(argnums, Sequence) else (argnums,)
-    fine = all(isinstance(number, Integral) for number in numbers)
+    numbers: Sequence[Any] = argnums if isinstance(argnums, Sequence) else (argnums,)
+    fine = all(map(nnx_modules.is_argnum, numbers))
     check_function("value_and_grad", loss_fn, inputs if fine else (argnums, *inputs))
 
     @functools.wraps(loss_fn)
