@@ -169,6 +169,12 @@ def nnx_call(layer: Callable[..., Any], *inputs: Any) -> Call:
     return call, (_filled(shapes), *inputs)
 
 
+class _Spectral(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.SpectralNorm(nn.Dense(6))(x, update_stats=True)
+
+
 _PAIR = (CARRY, CARRY)
 LAYERS: dict[str, Callable[[], Call]] = {
     "flax.linen.BatchNorm": lambda: linen_call(
@@ -238,4 +244,8 @@ EXAMPLES: dict[str, Callable[[], Call]] = {
     },
     **{name: lambda call=call: call for name, call in _WITH_OPTIONS.items()},
     **LAYERS,
+    # Its product is that of the layer inside.
+    "flax.linen.SpectralNorm._spectral_normalize": lambda: linen_call(
+        _Spectral(), _ones(4, 8)
+    ),
 }

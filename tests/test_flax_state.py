@@ -1,4 +1,4 @@
-"""State of flax.nnx modules that products compute keeps its dtype."""
+"""State that modules keep from call to call has the dtypes that it had."""
 
 import functools
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import jamp
 
@@ -70,3 +70,17 @@ def test_state_that_products_computed_is_the_carry_of_a_scan():
         return jnp.mean(model.norm(x) ** 2)
 
     near(epoch(Remembering(), gpu(mean)), epoch(Remembering(), mean))
+
+
+@pytest.mark.parametrize("device_type", ["gpu", "cpu"])
+def test_the_state_of_linens_spectral_norm_stays_float32(device_type):
+    class Normed(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return linen.SpectralNorm(linen.Dense(4))(x, update_stats=True)
+
+    variables = Normed().init(jax.random.key(0), X)
+    apply = functools.partial(Normed().apply, mutable=["batch_stats"])
+    y, state = jamp.autocast(apply, device_type=device_type)(variables, X)
+    near(state, apply(variables, X)[1])
+    assert y.dtype == {"gpu": jnp.float16, "cpu": jnp.bfloat16}[device_type]
