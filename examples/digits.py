@@ -57,15 +57,18 @@ class Result(NamedTuple):
 class DigitNet(nn.Module):
     """Two convolutions with BatchNorm and two dense layers; nothing names a dtype."""
 
+    features: tuple[int, int] = (32, 64)
+    hidden: int = 1024
+
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-        for features in (32, 64):
+        for features in self.features:
             x = nn.Conv(features, (3, 3), use_bias=False)(x)
             x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(x)
             x = nn.relu(x)
         x = nn.max_pool(x, (2, 2), strides=(2, 2))
         x = x.reshape(x.shape[0], -1)
-        x = nn.relu(nn.Dense(1024)(x))
+        x = nn.relu(nn.Dense(self.hidden)(x))
         return nn.Dense(10)(x)
 
 
