@@ -7,7 +7,7 @@ import optax
 
 from ._task import Task, sentences
 
-VOCABULARY, LENGTH, DIM, HEADS, DEPTH = 64, 32, 64, 4, 3
+VOCABULARY, LENGTH, DIM, HEADS, DEPTH = 64, 32, 64, 4, 2
 
 
 def init(rng):
@@ -80,7 +80,7 @@ def loss_fn(params, state, tokens):
 def make_task() -> Task:
     """The next token of a Markov chain, by AdamW with warmup and clipped gradients."""
     rng = np.random.default_rng(2)
-    batches = sentences(rng, VOCABULARY, LENGTH + 1, 16)
+    batches = sentences(rng, VOCABULARY, LENGTH + 1, 8)
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.adamw(optax.linear_schedule(0.0, 5e-3, 5), b2=0.95, weight_decay=0.1),

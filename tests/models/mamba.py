@@ -8,7 +8,7 @@ from jax import lax
 
 from ._task import Task, sentences
 
-VOCABULARY, LENGTH, DIM, DEPTH = 48, 32, 32, 2
+VOCABULARY, LENGTH, DIM, DEPTH = 48, 32, 32, 1
 INNER, STATE, RANK, WIDTH = 2 * DIM, 8, 4, 4
 
 
@@ -88,6 +88,6 @@ def loss_fn(params, state, tokens):
 def make_task() -> Task:
     """The next token of a Markov chain, by AdamW."""
     rng = np.random.default_rng(3)
-    batches = sentences(rng, VOCABULARY, LENGTH + 1, 16)
+    batches = sentences(rng, VOCABULARY, LENGTH + 1, 4)
     optimizer = optax.adamw(1e-2, b2=0.95, weight_decay=0.1)
     return Task(loss_fn, init(rng), None, batches, optimizer)

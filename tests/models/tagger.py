@@ -8,7 +8,7 @@ import optax
 
 from ._task import STEPS, Task, drawn
 
-VOCABULARY, TAGS, LENGTH, SIZE = 50, 6, 16, 32
+VOCABULARY, TAGS, LENGTH, SIZE = 50, 6, 16, 8
 
 
 class Tagger(nn.Module):

@@ -92,7 +92,7 @@ def noise_loss(model, batch):
     return jnp.mean((model(noisy, t) - noise) ** 2)
 
 
-def blobs(rng, size=8):
+def blobs(rng, size=4):
     """Batches of round blobs, of the noise to add, and of times."""
     grid = np.linspace(-1, 1, SIZE)
     batches = []
