@@ -39,7 +39,7 @@ def leaves(draw):
     values = draw(st.lists(st.sampled_from(FINITE), min_size=size, max_size=size))
     if size and dtype != jnp.int32 and draw(st.integers(0, 7)) == 0:
         values[draw(st.integers(0, size - 1))] = draw(st.sampled_from(NON_FINITE))
-    return jnp.asarray(np.reshape(np.array(values), shape).astype(dtype))
+    return jax.device_put(np.reshape(np.array(values), shape).astype(dtype))
 
 
 trees = st.recursive(

@@ -80,7 +80,7 @@ def derivatives(fn, x, y, ct):
 
 
 def assert_equal_derivatives(fn, x, y):
-    ct = jnp.asarray(integers(2, jax.eval_shape(fn, x, y).shape))
+    ct = jax.device_put(integers(2, jax.eval_shape(fn, x, y).shape))
     # One program: to compile it takes less time than to compile two.
     both = jax.jit(lambda *args: [derivatives(f, *args) for f in (cast(fn), fn)])
     for a, b in zip(*map(jax.tree.leaves, both(x, y, ct)), strict=True):
@@ -108,7 +108,7 @@ def layouts(draw):
 @given(layouts())
 def test_products_of_every_layout_and_their_derivatives(layout):
     *shapes, numbers = layout
-    x, y = (jnp.asarray(integers(i, shape)) for i, shape in enumerate(shapes))
+    x, y = (jax.device_put(integers(i, shape)) for i, shape in enumerate(shapes))
     assert_equal_derivatives(
         functools.partial(lax.dot_general, dimension_numbers=numbers), x, y
     )
@@ -179,7 +179,7 @@ def test_convolutions_of_every_kind_and_their_derivatives(name, at_once, monkeyp
         lax.conv_general_dilated,
         **{**given, "dimension_numbers": NHWC, **options},
     )
-    x, y = (jnp.asarray(integers(i, shape)) for i, shape in enumerate((left, right)))
+    x, y = (jax.device_put(integers(i, shape)) for i, shape in enumerate((left, right)))
     assert_equal_derivatives(fn, x, y)
 
 
@@ -204,7 +204,7 @@ def test_derivatives_to_second_order_agree_with_finite_differences(name, modes):
     left, right, numbers = MATRICES[name]
     rng = np.random.default_rng(0)
     with jax.enable_x64(True):
-        x, y = (jnp.asarray(rng.standard_normal(shape)) for shape in (left, right))
+        x, y = (jax.device_put(rng.standard_normal(shape)) for shape in (left, right))
         program = jax.make_jaxpr(lambda x, y: lax.dot_general(x, y, numbers))(x, y)
         params = product_params(program.eqns[0].params, x.dtype)
         product = functools.partial(product_p.bind, **params)

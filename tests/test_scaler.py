@@ -78,7 +78,7 @@ def assert_steps(actual, trace, steps):
 def test_a_transition_is_torchs(trace, how):
     # Each eager step takes milliseconds.
     steps = trace.distinct if how == "eager" else trace.normal
-    before = jax.tree.map(lambda leaf: jnp.asarray(leaf[steps]), trace.before)
+    before = jax.tree.map(lambda leaf: jax.device_put(leaf[steps]), trace.before)
     after = TRANSITIONS[how](trace.scaler, before, trace.events[steps])
     kept = trace._replace(scale=trace.scale[steps], tracker=trace.tracker[steps])
     assert_steps(after, kept, np.ones(steps.sum(), bool))

@@ -194,12 +194,13 @@ def draw(case: OpCase, dtype: Any) -> list[jax.Array]:
         One array per entry of `case.inputs`; integers are int32.
     """
     rng = np.random.default_rng(zlib.crc32(case.op.encode()))
+    # JAX 0.10 compiles a program for `jnp.asarray` of each shape, and none for this.
     arguments = []
     for spec in case.inputs:
         value = DRAWS[spec.kind](rng, spec)
         if np.issubdtype(value.dtype, np.floating):
             value = np.asarray(value, jnp.bfloat16).astype(np.float64)
-            arguments.append(jnp.asarray(value.astype(dtype)))
+            arguments.append(jax.device_put(value.astype(dtype)))
         else:
-            arguments.append(jnp.asarray(value.astype(np.int32)))
+            arguments.append(jax.device_put(value.astype(np.int32)))
     return arguments
