@@ -15,6 +15,7 @@ import pytest
 # No public function makes the context of a lowering.
 from jax._src.interpreters import mlir  # noqa: TID251
 
+from jamp._diagnose import judge
 from jamp._lowerings import processor
 
 # Compiling takes longer than any deadline; the same examples on every run.
@@ -50,6 +51,17 @@ if not hasattr(mlir, "_thread_local_context"):
         return contexts[0]
 
     mlir.make_ir_context = shared_context
+
+# The equations of small programs are much the same: what one diagnosis has compiled of
+# them serves the next.
+steps, examine = {}, judge.examine
+
+
+def examine_with_shared_steps(subject, settings, _, shown):
+    return examine(subject, settings, steps, shown)
+
+
+judge.examine = examine_with_shared_steps
 
 # Most objects are caches of JAX and stay: looking through them for garbage is in vain.
 gc.set_threshold(50_000, 20, 100)
