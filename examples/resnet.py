@@ -52,11 +52,13 @@ class ResidualBlock(nn.Module):
 class ResNet(nn.Module):
     """Two stages of one block each; nothing names a dtype."""
 
+    stages: tuple[tuple[int, int], ...] = ((16, 1), (32, 2))  # features and strides
+
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         x = nn.Conv(16, (3, 3), use_bias=False)(x)
         x = nn.relu(nn.BatchNorm(not train, momentum=0.9)(x))
-        for features, strides in ((16, 1), (32, 2)):
+        for features, strides in self.stages:
             x = ResidualBlock(features, strides)(x, train)
         return nn.Dense(10)(x.mean(axis=(1, 2)))
 
