@@ -238,3 +238,14 @@ def test_what_an_activation_gives_a_reduction_is_any_number(number):
     w = jnp.ones((1, 1))
     run = jax.jit(jamp.autocast(loss, device_type="cpu"))
     np.testing.assert_array_equal(run(x, w), loss(x.astype(jnp.bfloat16), w))
+
+
+def test_a_linear_function_with_numbers_in_it_has_a_transpose():
+    w = abs(arguments()[0][0])
+    fn = jamp.autocast(
+        lambda x: jnp.sum(x @ w * 0.5 + x @ w, axis=1), device_type="cpu"
+    )
+    x = jnp.ones((WIDE[0], 32))
+    ones = jnp.ones(WIDE[0], jnp.bfloat16)
+    (transposed,) = jax.linear_transpose(fn, x)(ones)
+    np.testing.assert_allclose(transposed, 1.5 * (w @ np.ones(WIDE[1])) * x, rtol=0.02)
