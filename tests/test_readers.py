@@ -12,7 +12,7 @@ import jamp
 
 POLICIES = {"gpu": jnp.float16, "cpu": jnp.bfloat16}
 both_policies = pytest.mark.parametrize("device", POLICIES)
-EYE = jnp.eye(64)
+EYE = jax.device_put(np.eye(64, dtype=np.float32))
 
 
 def layer_norm(x):
@@ -101,14 +101,32 @@ PLACES = (
 
 def activations(std, mean, dtype):
     x = np.random.default_rng(0).normal(mean, std, (8, 64))
-    return jnp.asarray(x, dtype).astype(jnp.float32)
+    return jax.device_put(x.astype(dtype).astype(np.float32))
 
 
-def error_in_roundings(fn, x, device, run=lambda fn, x: fn(x)):
+def both(fn, device, of=lambda fn: fn):
+    """One program for what `of` makes of a function, under autocast and in float32.
+
+    Of excess precision there would be more in one program than in two.
+    """
+    wrapped = jamp.autocast(lambda x: fn(x @ EYE), device_type=device)
+    return jax.jit(
+        lambda *args: (of(wrapped)(*args), of(fn)(*args)),
+        compiler_options={"xla_allow_excess_precision": False},
+    )
+
+
+def assert_gradient_near(found, expected, roundings, device, rtol=0):
+    """Within roundings of the largest number."""
+    atol = roundings * jnp.finfo(POLICIES[device]).eps * np.abs(expected).max()
+    np.testing.assert_allclose(found, expected, atol=atol, rtol=rtol)
+
+
+def error_in_roundings(fn, x, device, of=lambda fn: fn):
     """Of the results, against float32 on the same 16-bit numbers."""
-    found = run(jamp.autocast(lambda x: fn(x @ EYE), device_type=device), x)
-    error = jnp.abs(found.astype(jnp.float32) - fn(x)).max()
-    return float(error / jnp.abs(fn(x)).max() / jnp.finfo(POLICIES[device]).eps)
+    found, expected = map(np.asarray, both(fn, device, of)(x))
+    error = np.abs(found.astype(np.float32) - expected).max()
+    return float(error / np.abs(expected).max() / jnp.finfo(POLICIES[device]).eps)
 
 
 @both_policies
@@ -130,37 +148,32 @@ def test_it_is_rounded_once_wherever_it_stands(place, device):
 @pytest.mark.parametrize("place", PLACES)
 def test_it_is_rounded_once_where_it_is_differentiated(place, device):
     x = activations(1, 20, POLICIES[device])
-    run = lambda fn, x: jax.vjp(fn, x)[0]  # noqa: E731
-    assert error_in_roundings(place, x, device, run) <= 1
+    of = lambda fn: lambda x: jax.vjp(fn, x)[0]  # noqa: E731
+    assert error_in_roundings(place, x, device, of) <= 1
 
 
 @both_policies
 @every_norm
 def test_its_gradient_is_that_of_float32(norm, device):
     dtype = POLICIES[device]
-    x = activations(1, 4, dtype)
-    weights = activations(1, 0, dtype)
+    x, weights = activations(1, 4, dtype), activations(1, 0, dtype)
 
     def gradient(norm):
-        return jax.grad(lambda x: jnp.sum(norm(x) * weights))(x)
+        return jax.grad(lambda x: jnp.sum(norm(x) * weights))
 
-    wrapped = jamp.autocast(lambda x: norm(x @ EYE), device_type=device)
-    found, expected = gradient(wrapped), gradient(norm)
-    eps = jnp.finfo(dtype).eps
-    scale = float(jnp.abs(expected).max())
-    np.testing.assert_allclose(found, expected, atol=4 * eps * scale, rtol=0)
+    assert_gradient_near(*both(norm, device, gradient)(x), 4, device)
 
 
 @both_policies
 @every_norm
 def test_its_derivative_along_a_direction_is_that_of_float32(norm, device):
-    dtype = POLICIES[device]
-    x, direction = activations(1, 4, dtype), activations(1, 0, dtype)
-    wrapped = jamp.autocast(lambda x: norm(x @ EYE), device_type=device)
-    _, found = jax.jvp(wrapped, (x,), (direction,))
-    _, expected = jax.jvp(norm, (x,), (direction,))
-    atol = 4 * jnp.finfo(dtype).eps * float(jnp.abs(expected).max())
-    np.testing.assert_allclose(found.astype(jnp.float32), expected, atol=atol, rtol=0)
+    x, direction = (activations(1, mean, POLICIES[device]) for mean in (4, 0))
+
+    def derivative(norm):
+        return lambda x, direction: jax.jvp(norm, (x,), (direction,))[1]
+
+    found, expected = both(norm, device, derivative)(x, direction)
+    assert_gradient_near(np.asarray(found, np.float32), expected, 4, device)
 
 
 def explained_variance(x):
@@ -176,17 +189,17 @@ def softmax_and_variance(x):
 def test_gradients_of_several_readers_in_float32_are_rounded_once(device):
     # They nearly cancel.
     x = activations(300, 0, POLICIES[device])
-    wrapped = jamp.autocast(lambda x: explained_variance(x @ EYE), device_type=device)
-    found = jax.grad(lambda x: wrapped(x) * 1e6)(x)
-    expected = jax.grad(lambda x: explained_variance(x) * 1e6)(x)
-    atol = jnp.finfo(POLICIES[device]).eps * float(jnp.abs(expected).max())
-    np.testing.assert_allclose(found, expected, atol=atol, rtol=0)
+
+    def gradient(fn):
+        return jax.grad(lambda x: fn(x) * 1e6)
+
+    assert_gradient_near(*both(explained_variance, device, gradient)(x), 1, device)
 
 
 @both_policies
 @pytest.mark.parametrize("norm", [*NORMS, softmax_and_variance])
 def test_it_keeps_the_16_bit_input_alone_for_the_backward_pass(norm, device):
-    x, w = activations(1, 4, jnp.float32), jnp.ones((64, 32))
+    x, w = activations(1, 4, np.float32), np.ones((64, 32), np.float32)
 
     def loss(params, x):
         return jnp.sum(norm(x @ params[0]) @ params[1]), None
@@ -216,9 +229,8 @@ def test_which_is_the_largest_is_asked_before_the_rounding(name, device):
         close = jnp.sqrt(100 + x)  # many are equal when they are rounded
         return ORDERS[name](close[0])
 
-    found = jamp.autocast(lambda x: fn(x @ EYE), device_type=device)(x)
-    places, *values = found
-    np.testing.assert_array_equal(places, fn(x)[0])
+    (places, *values), (expected, *_) = both(fn, device)(x)
+    np.testing.assert_array_equal(places, expected)
     assert [value.dtype for value in values] == [POLICIES[device]] * len(values)
 
 
@@ -244,11 +256,10 @@ def test_what_moves_a_value_before_its_reader_does_not_round_it(name, device):
 
     x = activations(1, 0, POLICIES[device])
     assert error_in_roundings(of_about_one, x, device) <= 0.5
-    total = lambda fn: lambda x: fn(x @ EYE).astype(jnp.float32).sum()  # noqa: E731
-    own = jax.grad(jamp.autocast(total(of_about_one), device_type=device))(x)
-    expected = jax.grad(total(of_about_one))(x)
-    scale, eps = jnp.abs(expected).max(), jnp.finfo(POLICIES[device]).eps
-    np.testing.assert_allclose(own, expected, rtol=eps, atol=eps * scale)
+    total = lambda fn: lambda x: fn(x).astype(jnp.float32).sum()  # noqa: E731
+    gradient = both(of_about_one, device, lambda fn: jax.grad(total(fn)))
+    eps = jnp.finfo(POLICIES[device]).eps
+    assert_gradient_near(*gradient(x), 1, device, rtol=eps)
 
 
 @jax.custom_vjp
@@ -326,8 +337,8 @@ def test_nothing_exceeds_its_maximum_and_a_copy_is_the_same(name, device):
         h = jax.nn.gelu(x @ EYE)
         return ELEMENTS[name](h) - h
 
-    x = jax.random.normal(jax.random.key(0), (64, 64))
-    assert jamp.autocast(gap, device_type=device)(x).min() >= 0
+    x = np.random.default_rng(0).standard_normal((64, 64), np.float32)
+    assert np.asarray(jamp.autocast(gap, device_type=device)(x)).min() >= 0
 
 
 @both_policies
@@ -336,7 +347,7 @@ def test_what_is_repeated_may_have_been_cast_to_float32_before(device):
         offsets = jnp.ones((64, 64)).astype(jnp.float32)
         return jnp.square((x @ EYE)[None] - offsets[None])
 
-    x = jnp.full((64, 64), 3.0)
+    x = np.full((64, 64), 3, np.float32)
     np.testing.assert_array_equal(jamp.autocast(squares, device_type=device)(x), 4)
 
 
