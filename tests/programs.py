@@ -73,13 +73,14 @@ class Program:
 
 def _draw(spec, rng):
     if spec.kind == "integer":
-        return jnp.asarray(rng.integers(spec.bound, size=spec.shape), jnp.int32)
+        values = rng.integers(spec.bound, size=spec.shape)
+        return jax.device_put(values.astype(np.int32))
     if spec.kind == "bool":
-        return jnp.asarray(rng.random(spec.shape) < 0.7)
+        return jax.device_put(rng.random(spec.shape) < 0.7)
     values = np.asarray(rng.standard_normal(spec.shape))
     if spec.kind == "positive":
         values = 0.5 + np.abs(values)
-    return jnp.asarray(values, jnp.float32)
+    return jax.device_put(values.astype(np.float32))
 
 
 def dense(p, x):

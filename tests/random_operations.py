@@ -37,8 +37,8 @@ def arguments(seed=0):
         # Close to a permutation, so that products do not shrink towards zero.
         drawn[name] = 0.1 * drawn[name] + 0.6 * rng.permutation(np.eye(4))
     drawn["k"] /= np.abs(drawn["k"]).sum()
-    values = {name: jnp.asarray(v, jnp.float32) for name, v in drawn.items()}
-    return values | {"n": jnp.asarray(ROWS), "mask": jnp.asarray(MASK)}
+    values = {name: v.astype(np.float32) for name, v in drawn.items()}
+    return jax.device_put(values | {"n": ROWS, "mask": MASK})
 
 
 class Op(NamedTuple):

@@ -15,8 +15,8 @@ import pytest
 
 import jamp
 
-X = jnp.arange(1.0, 5.0)
-W = jnp.eye(4)
+X = jax.device_put(np.arange(1, 5, dtype=np.float32))
+W = jax.device_put(np.eye(4, dtype=np.float32))
 
 
 @pytest.fixture

@@ -16,7 +16,8 @@ from jamp import _compat
 from jamp._policy.policy import Policy
 
 # Small integers, of which 16 bits lose nothing.
-x, w = jnp.eye(4, 8) + 1, jnp.eye(8)
+EYE = np.eye(8, dtype=np.float32)
+x, w = jax.device_put((EYE[:4] + 1, EYE))
 DEVICES = {"gpu": "float16", "cpu": "bfloat16"}
 every_device = pytest.mark.parametrize("device, dtype", DEVICES.items())
 

@@ -25,7 +25,7 @@ from jamp._lowerings import convolution, processor
 from jamp._lowerings.bilinear import product_params
 from jamp._lowerings.product import product_p
 
-W, X = jnp.ones((3, 4)), jnp.ones((5, 3))
+W, X = (jax.device_put(np.ones(shape, np.float32)) for shape in ((3, 4), (5, 3)))
 
 
 @contextmanager

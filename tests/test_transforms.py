@@ -18,8 +18,8 @@ gpu = functools.partial(jamp.autocast, device_type="gpu")
 LOW_PAIR = ("float16", "float16")
 
 RNG = np.random.default_rng(0)
-X = jnp.asarray(RNG.standard_normal((3, 4)), jnp.float32)
-W = jnp.asarray(RNG.standard_normal((4, 4)) / 2, jnp.float32)
+X = jax.device_put(RNG.standard_normal((3, 4)).astype(np.float32))
+W = jax.device_put(RNG.standard_normal((4, 4)).astype(np.float32) / 2)
 
 
 def model(w, x):
