@@ -139,7 +139,8 @@ _WITH_OPTIONS: dict[str, Call] = {
 
 
 def _filled(shapes):
-    return jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), shapes)
+    ones = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), shapes)
+    return jax.device_put(ones)
 
 
 def linen_call(module: nn.Module, *inputs: Any) -> Call:

@@ -1,5 +1,6 @@
 """Functions that policies name are recognised, and layers return torch's dtypes."""
 
+import functools
 import importlib
 import sys
 
@@ -20,6 +21,12 @@ ENTRIES = {
     for policy in POLICIES
 }
 LOW = {"gpu": jnp.float16, "cpu": jnp.bfloat16}
+
+
+@functools.cache
+def example(name):
+    """A call of a function or layer, which is made once for all policies."""
+    return (EXAMPLES | LIBRARY_EXAMPLES | ATTENTION)[name]()
 
 
 # Recognition.
@@ -43,7 +50,7 @@ def test_a_call_of_a_listed_function_is_recognised(policy):
     loaded = jamp.Policy.load(policy)
 
     def check(function):
-        fn, arguments = (EXAMPLES | LIBRARY_EXAMPLES)[function.name]()
+        fn, arguments = example(function.name)
         report = jamp.explain(fn, policy=loaded)(*arguments)
         assert function.resolve() in recognised(report)
 
@@ -140,7 +147,7 @@ def test_every_layer_has_a_dtype():
 def test_a_layer_returns_the_dtype_that_torch_returns(name, device, kind):
     low = np.dtype(LOW[device])
     dtype = low if kind == "low" else np.dtype(np.float32)
-    fn, (parameters, *inputs) = {**LAYERS, **ATTENTION}[name]()
+    fn, (parameters, *inputs) = example(name)
     inputs = jax.tree.map(
         lambda x: x.astype(dtype) if x.dtype == np.float32 else x, inputs
     )
