@@ -1,5 +1,6 @@
 """Flax linen: layers, mutable collections, random numbers and lifted transforms."""
 
+import dataclasses
 import functools
 
 import flax.linen as nn
@@ -314,12 +315,16 @@ CONSTRUCTS = (
     call("tied_kernel", Tied(), matrix),
     call("norms", Bottleneck(), matrix),
     call("weight_norm", nn.WeightNorm(nn.Dense(4)), matrix),
-    call(
-        "spectral_norm",
-        nn.SpectralNorm(nn.Dense(4)),
-        matrix,
-        mutable=["batch_stats"],
-        update_stats=True,
+    dataclasses.replace(
+        call(
+            "spectral_norm",
+            nn.SpectralNorm(nn.Dense(4)),
+            matrix,
+            mutable=["batch_stats"],
+            update_stats=True,
+        ),
+        kept=4,  # its power iteration
+        kept_backward=6,
     ),
     call(
         "captured_intermediates",
