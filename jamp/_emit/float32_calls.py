@@ -13,7 +13,7 @@ What leaves it in 16 bits is cast inside of it, so that its gradient enters in 1
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,10 +34,9 @@ from jamp._plan.plan import Float32Call
 def emit_float32_call(emitter: Emitter, action: Float32Call, arrays: Arrays) -> Arrays:
     """Emits a call; from 16-bit arrays, the backward pass runs it again."""
     low = tuple(value.low for value in action.operands[: len(action.invars)])
-    run: Callable[..., list[Any]] = partial(_run, action, frozenset())
+    run: Callable[..., list[Any]] = partial(_run, action)
     if any(low):
-        apart = _kept_apart(action) if action.device_type == "cpu" else frozenset()
-        run = _recomputing(partial(_run, action, apart), low, action)
+        run = _recomputing(run, low, action)
     if not (emitter.share and under_trace(arrays)):
         return run(*arrays)
     narrow = tuple(None if cast is None else cast.dtype for cast in action.narrowed)
@@ -50,8 +49,8 @@ def emit_float32_call(emitter: Emitter, action: Float32Call, arrays: Arrays) -> 
     return known[key](*arrays)
 
 
-def _run(action: Float32Call, apart: Collection[Var], *arrays: Any) -> list[Any]:
-    """Runs it; what reads one of `apart` does not compute it itself."""
+def _run(action: Float32Call, *arrays: Any) -> list[Any]:
+    apart = _kept_apart(action)
     env = dict(zip(action.invars, arrays, strict=True))
     wanted = zip(action.outvars, action.narrowed, strict=True)
     dtypes = {var: cast.dtype for var, cast in wanted if cast is not None}
@@ -83,6 +82,8 @@ def _kept_apart(action: Float32Call) -> frozenset[Var]:
     XLA for CPUs computes such a function inside of the reduction that reads it, or of
     a matrix product, and for that writes each number out, as large as the array.
     """
+    if action.device_type != "cpu" or not any(v.low for v in action.operands):
+        return frozenset()
     readers: Counter[Var] = Counter(action.outvars)
     ends = set(action.outvars)
     numbered: set[Var] = set()
@@ -110,8 +111,8 @@ def _apart(array: Any) -> Any:
 
 @_apart.defjvp
 def _apart_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
-    # Float32 has no more bits than these, which XLA does not notice. A barrier would
-    # be gone before XLA 0.10 forms reductions.
+    # Float32 has no more bits than these, which XLA does not notice. That of JAX 0.10
+    # drops barriers before it forms reductions.
     return jax.lax.reduce_precision(primals[0], 8, 24), tangents[0]
 
 
