@@ -232,12 +232,17 @@ def test_the_numbers_of_an_activation_are_not_arrays_where_a_reduction_reads_it(
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf, 2.0**127, -0.0])
 def test_what_an_activation_gives_a_reduction_is_any_number(number):
     def loss(x, w):
-        return jnp.sum(jnp.tanh(x @ w) * 0 + x @ w, axis=1)
+        h = x @ w
+        return jnp.sum(jnp.tanh(h) * 0.5 + h, axis=1)
 
-    x = jnp.full((4, 1), number, jnp.float32)
-    w = jnp.ones((1, 1))
-    run = jax.jit(jamp.autocast(loss, device_type="cpu"))
-    np.testing.assert_array_equal(run(x, w), loss(x.astype(jnp.bfloat16), w))
+    x, w = jnp.full((4, 2), number / 2, jnp.float32), jnp.ones((2, 1))
+    fn = jamp.autocast(loss, device_type="cpu")
+    run = jax.jit(lambda *args: jax.vjp(fn, *args)[0])
+    assert "mantissa_bits=24" in str(run.trace(x, w).jaxpr)
+    # NumPy knows NaN of float32 alone.
+    found = run(x, w)
+    expected = loss(x, w).astype(found.dtype).astype(jnp.float32)
+    np.testing.assert_array_equal(found.astype(jnp.float32), expected)
 
 
 def test_a_linear_function_with_numbers_in_it_has_a_transpose():
