@@ -30,12 +30,14 @@ class Remembering(nnx.Module):
         self.last = nnx.Variable(jnp.zeros((8, 4)))
         self.queue = nnx.Cache(jnp.ones((12, 4)))
         self.number = nnx.Variable(jnp.zeros(()))
+        self.pair = nnx.Variable((jnp.zeros((8, 4)), jnp.zeros(8, jnp.int32)))
 
     def __call__(self, x):
         h = self.norm(x) + self.last[...]
         self.last[...] = self.norm(x)
         self.queue[...] = jax.lax.dynamic_update_slice(self.queue[...], h, (3, 0))
         self.number[...] = 0.5
+        self.pair.set_value((self.norm(x), jnp.argmax(h, axis=1)))
         self.made = nnx.Intermediate(self.norm(x))
         return h
 

@@ -111,12 +111,15 @@ def _changed(nnx: Any, before: dict[Any, list[Any]], after: Any) -> Any:
     """
     kept = []
     for path, leaf in nnx.to_flat_state(after):
-        arrays, known = jax.tree.leaves(leaf), before.get(path, [])
+        (arrays, structure), known = jax.tree.flatten(leaf), before.get(path, [])
         if list(map(id, arrays)) == list(map(id, known)):
             continue
-        if [x.dtype for x in known] == [FLOAT32]:
-            leaf = jax.tree.map(kept_float32, leaf)
-        kept.append((path, leaf))
+        if len(arrays) == len(known):
+            arrays = [
+                kept_float32(array) if old.dtype == FLOAT32 else array
+                for array, old in zip(arrays, known, strict=True)
+            ]
+        kept.append((path, jax.tree.unflatten(structure, arrays)))
     return nnx.from_flat_state(kept)
 
 
