@@ -62,8 +62,10 @@ VIEWS = _names("broadcast_in_dim reshape squeeze transpose")
 KEEPING_ELEMENTS = (MOVEMENT - {"optimization_barrier"}) | _names(
     "dynamic_slice split stop_gradient tile"
 )
-# A probability stays one.
-KEEPING_PROBABILITY = _names("add clamp max min mul neg sub")
+# A probability stays one, if the others are constants or are put beside it.
+KEEPING_PROBABILITY = MOVING | _names(
+    "add clamp concatenate gather max min mul neg pad select_n stop_gradient sub"
+)
 # Over devices.
 COLLECTIVES = _names(
     "all_gather all_gather_invariant all_to_all pbroadcast pmax pmin ppermute psum",

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jamp._dtypes import FLOAT32
 from jamp._plan.plan import Action, Cast, Caster, Float32Call
+from jamp._plan.records import Conversion, Record
 from jamp._plan.values import Value
 
 # Variables of the traced program, and the values that they have.
@@ -91,6 +93,16 @@ def casts_of(action: Action) -> Iterator[Cast]:
             if value.low:
                 wide = Value.of(value.aval, FLOAT32)
                 yield Cast((value,), (wide,), action.caster)
+
+
+def with_casts(records: Mapping[int, Record], actions: Iterable[Action]) -> None:
+    """Notes the casts that actions make in records, by the ids of the casters' own."""
+    for made in reversed([*chain.from_iterable(map(casts_of, actions))]):
+        # What is cast for no equation counts with the first.
+        record = id(made.caster.record) if made.caster else next(iter(records))
+        (value,), dtype = made.operands, made.dtype
+        conversion = Conversion(value.dtype, dtype, value.aval.shape)
+        records[record].casts.insert(0, conversion)
 
 
 def with_shared_casts(actions: Sequence[Action]) -> Iterator[Action]:

@@ -295,9 +295,10 @@ def _result_traits(equation: Equation, used: Sequence[Any]) -> Traits:
         )
     traits = Traits(numbers, data=data)
     if unsafe and name in _primitives.KEEPING_PROBABILITY:
-        firm = [v for v in floats if not v.follows]
-        if len(firm) == 1 and firm[0].traits.probability:
-            return traits._replace(probability=True, rounded=firm[0].traits.rounded)
+        firm = [v.traits for v in floats if not v.follows]
+        found = next((known for known in firm if known.probability), None)
+        if found and (len(firm) == 1 or name not in _primitives.BROADCASTING):
+            return traits._replace(probability=True, rounded=found.rounded)
     return traits
 
 

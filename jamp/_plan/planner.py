@@ -211,9 +211,10 @@ class _Planner:
         """Plans one equation under the rule that holds for it: the user's, if any."""
         operands = [env.read(var) for var in eqn.invars]
         ruling = context.forced if user is None else user
+        unsafe = ""
         if ruling is None:
             policy = context.region.policy
-            self._check_unsafe(eqn, operands, policy)
+            unsafe = self._unsafe(eqn, operands, policy)
             ruling = primitive_ruling(eqn, operands, policy)
         if ruling.rule is Rule.BANNED:
             what = ruling.function.name if ruling.function else eqn.primitive.name
@@ -222,8 +223,9 @@ class _Planner:
                 "in a region with jamp.autocast(enabled=False), or write it in a way "
                 "that the policy allows"
             )
-        record = Record(eqn, ruling, context.scope.names)
+        record = Record(eqn, ruling, context.scope.names, unsafe=unsafe)
         env.plan.records.append(record)
+        env.plan.changed |= bool(unsafe)
         name = eqn.primitive.name
         converts = name == "convert_element_type"
         rule: StructuralRule = plan_convert if converts else plan_plain
@@ -248,15 +250,17 @@ class _Planner:
         around = map(origin.location, (eqn, *reversed(self._callers)))
         return str(next(filter(None, around), "unknown location"))
 
-    def _check_unsafe(self, eqn: JaxprEqn, operands: Values, policy: Policy) -> None:
+    def _unsafe(self, eqn: JaxprEqn, operands: Values, policy: Policy) -> str:
+        """Why an equation is banned if a reader's rounding turns out to be real."""
         for unsafe in policy.unsafe:
             if eqn.primitive.name in unsafe.primitives and any(
                 operand.traits.rounded == unsafe.dtype for operand in operands
             ):
-                raise BannedOpError(
+                return (
                     f"{self._where(eqn)}: {eqn.primitive.name} of a probability that "
                     f"was rounded to {unsafe.dtype.name} is unsafe: {unsafe.advice}"
                 )
+        return ""
 
 
 def _seen(value: Value, plan: Plan) -> Value:

@@ -139,10 +139,13 @@ class Readers:
             self.wide |= lows
             return
         if found is not None and found.compares and len(lows) == 1:
-            return  # It takes whichever there is.
+            if any(value.dtype == FLOAT32 for value in action.results):
+                self.wide |= lows
+            return  # A comparison takes whichever there is.
         # Of several results, the float32 of each would be kept for the backward pass.
-        one = len(made) == 1
-        if elementwise and one and made & self.wide and not made & self.low:
+        alone = len(made) == 1 and not made & self.low
+        alone |= any(value.traits.probability for value in action.results)
+        if elementwise and alone and made & self.wide:
             self.unrounded.add(action)
             self.wide |= lows
             return

@@ -89,6 +89,7 @@ class Record:
     # Records of the programs that it holds; one that is called often has them once.
     inner: list[list[Record]] = field(default_factory=list)
     caller: JaxprEqn | None = None  # what calls the inner program that holds it
+    unsafe: str = ""  # why it is banned, if what it reads is really rounded
 
     @property
     def primitive(self) -> str:

@@ -83,9 +83,15 @@ def plan_shard_map(equation: Equation) -> list[Value]:
 def _parts(avals: Iterable[Any], values: Values) -> list[Value]:
     """Parts of arrays, of which less is known."""
     return [
-        Value.of(aval, value.dtype, Traits(data=value.traits.data))
+        Value.of(aval, value.dtype, _handed_on(value, data=value.traits.data))
         for aval, value in zip(avals, values, strict=True)
     ]
+
+
+def _handed_on(value: Value, **traits: Any) -> Traits:
+    """What is known of a value that enters a program in parts, or leaves a loop."""
+    known = value.traits
+    return Traits(probability=known.probability, rounded=known.rounded, **traits)
 
 
 @structural("all_gather", "all_gather_invariant")
@@ -124,13 +130,14 @@ def plan_scan(equation: Equation) -> list[Value]:
     equation.plan.changed = True
     _note_casts(equation, inner, settled)
     extras = equation.extras(consts, inner)
-    sums = [Traits(sums=value.traits.sums) for value in inner.results[:num_carry]]
+    traits = [_handed_on(v, sums=v.traits.sums) for v in inner.results[:num_carry]]
+    traits += map(_handed_on, inner.results[num_carry:])
     carried = map(equation.caster.cast, carry, settled)
     return equation.add(
         [inner],
         [*settled, *inner.dtypes[num_carry:]],
         [*consts, *carried, *slices, *extras],
-        [*sums, *(Traits() for _ in inner.results[num_carry:])],
+        traits,
     )
 
 
@@ -158,7 +165,7 @@ def plan_while(equation: Equation) -> list[Value]:
         [test, inner],
         settled,
         [*cond_consts, *body_consts, *carried, *extras],
-        [Traits(sums=value.traits.sums) for value in inner.results],
+        [_handed_on(value, sums=value.traits.sums) for value in inner.results],
     )
 
 
@@ -184,7 +191,9 @@ def plan_cond(equation: Equation) -> list[Value]:
     traits = []
     for options in zip(*(branch.results for branch in branches), strict=True):
         sums = [v.traits.sums for v in options if v.number not in given]
-        traits.append(Traits(data=True, sums=next(filter(None, sums), None)))
+        known = next((v for v in options if v.traits.probability), options[0])
+        sum_ = next(filter(None, sums), None)
+        traits.append(_handed_on(known, data=True, sums=sum_))
     return equation.add(branches, dtypes, [index, *inputs], traits)
 
 

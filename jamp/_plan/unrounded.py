@@ -16,18 +16,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import chain
 from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jamp._dtypes import FLOAT32
-from jamp._plan.groups import Bound, Group, casts_of, with_shared_casts
+from jamp._plan.groups import Bound, Group, with_casts, with_shared_casts
 from jamp._plan.listed_calls import is_cheap
 from jamp._plan.origins import Origins
 from jamp._plan.plan import Action, Bind, Cast, Caster, Float32Call, Plan, Structural
+from jamp._plan.probabilities import Probabilities
 from jamp._plan.readers import Kind, Readers, Reading, is_float32_function, taken
-from jamp._plan.records import Conversion, Record, in_float32
+from jamp._plan.records import in_float32
 from jamp._plan.values import Value
 
 
@@ -41,6 +41,7 @@ class Variant(NamedTuple):
 
     plan: Plan
     wide: frozenset[int]  # which of its 16-bit results it gives in float32
+    rounded: frozenset[int]  # which of its results are probabilities that were rounded
 
 
 class _Variants:
@@ -53,15 +54,18 @@ class _Variants:
     def _readers(self, plan: Plan, results: Reading) -> Readers:
         return Readers(plan, results, self.readers)
 
-    def _variant(self, plan: Plan, results: Reading, wide: frozenset[int]) -> Variant:
+    def _variant(
+        self, plan: Plan, results: Reading, *inputs: frozenset[int]
+    ) -> Variant:
         if not plan.changed:
-            return Variant(plan, frozenset())
-        return _Writer(plan, results, self).variant(wide)
+            return Variant(plan, frozenset(), frozenset())
+        return _Writer(plan, results, self).variant(*inputs)
 
     def plan(self, plan: Plan) -> Plan:
         """A plan of which nothing is known outside."""
         results = Reading(frozenset(range(len(plan.results))), frozenset())
-        return self.variant(plan, results, frozenset()).plan
+        inputs = frozenset(range(len(plan.inputs)))
+        return self.variant(plan, results, frozenset(), inputs).plan
 
 
 class _Writer:
@@ -89,17 +93,21 @@ class _Writer:
         # Float32 values that hold unrounded 16 bits.
         self._moved: set[int] = set()
         self._origins = Origins(self._readers.kind, self._at_hand)
+        self._probabilities = Probabilities(self._at_hand)
         # Groups by the numbers of what they make, and of the 16 bits that they take.
         self._making: dict[int, Group] = {}
         self._taking: dict[int, Group] = {}
         self._records = {id(r): replace(r, casts=[*r.casts]) for r in plan.records}
 
-    def variant(self, wide: frozenset[int]) -> Variant:
+    def variant(self, wide: frozenset[int], rounded: frozenset[int]) -> Variant:
+        """For inputs that are at hand, and for those that may have been rounded."""
         inputs = list(self._plan.inputs)
+        self._probabilities.add(inputs, rounded)
         for place in wide:
             inputs[place] = self._given(inputs[place])
         for action in self._plan.actions:
             self._write(action)
+            self._probabilities.trace(action)
         outs = [self._instead.get(v.number, v) for v in self._plan.results]
         given = frozenset(p for p in self._results.wide if self._at_hand(outs[p]))
         # What nobody reads outside is there in one dtype, whichever it is.
@@ -110,11 +118,12 @@ class _Writer:
                 outs[place] = self._float32(value)
             self._make(outs[place])
         actions = self._written(outs)
-        records = self._with_casts(actions)
+        with_casts(self._records, actions)
+        records = list(self._records.values())
         plan = replace(
             self._plan, inputs=inputs, results=outs, actions=actions, records=records
         )
-        return Variant(plan, given)
+        return Variant(plan, given, self._probabilities.places(self._plan.results))
 
     def _given(self, value: Value, caster: Caster | None = None) -> Value:
         """What is given in float32 in place of a 16-bit value."""
@@ -344,7 +353,11 @@ class _Writer:
         results = self._readers.reading(action.results)
         places = self._variants.readers(inner, results).inputs.wide
         wide = frozenset(p for p in places if self._at_hand(action.operands[p]))
-        plan, given = self._variants.variant(inner, results, wide)
+        rounded = self._probabilities.places(action.operands)
+        plan, given, made_rounded = self._variants.variant(
+            inner, results, wide, rounded
+        )
+        self._probabilities.add(action.results, made_rounded)
         operands = [
             self._float32(value) if place in wide else value
             for place, value in enumerate(action.operands)
@@ -382,14 +395,3 @@ class _Writer:
             read.update(value.number for value in action.operands)
             kept.append(action)
         return list(with_shared_casts(kept[::-1]))
-
-    def _with_casts(self, actions: Sequence[Action]) -> list[Record]:
-        """The records, with the casts that actions make."""
-        for made in reversed([*chain.from_iterable(map(casts_of, actions))]):
-            # What is cast for no equation counts with the first.
-            caster = made.caster
-            record = id(caster.record) if caster else next(iter(self._records))
-            (value,), dtype = made.operands, made.dtype
-            conversion = Conversion(value.dtype, dtype, value.aval.shape)
-            self._records[record].casts.insert(0, conversion)
-        return list(self._records.values())

@@ -1,0 +1,46 @@
+"""Probabilities that have been rounded, and what must not read them."""
+
+from collections.abc import Callable, Iterable
+
+from jamp._errors import BannedOpError
+from jamp._plan.plan import Action, Run, Structural
+from jamp._plan.readers import taken
+from jamp._plan.values import Value, Values
+
+
+class Probabilities:
+    """Which probabilities have really been rounded to 16 bits, in a plan being written.
+
+    Args:
+      at_hand: whether the float32 that a value was rounded from is there.
+    """
+
+    def __init__(self, at_hand: Callable[[Value], bool]):
+        self._at_hand = at_hand
+        self._rounded: set[int] = set()
+
+    def rounded(self, value: Value) -> bool:
+        if value.traits.rounded is None:
+            return False
+        return value.number in self._rounded or (value.low and not self._at_hand(value))
+
+    def places(self, values: Values) -> frozenset[int]:
+        """Which of some values are rounded probabilities."""
+        return frozenset(p for p, value in enumerate(values) if self.rounded(value))
+
+    def add(self, values: Values, places: Iterable[int]) -> None:
+        """Notes that some among values, if probabilities, were rounded elsewhere."""
+        self._rounded.update(values[place].number for place in places)
+
+    def trace(self, action: Action) -> None:
+        """Notes what an action that has been written makes of those that it takes.
+
+        Raises:
+          BannedOpError: it may not take a rounded one.
+        """
+        reads = any(map(self.rounded, taken(action)))
+        if reads and isinstance(action, Run) and action.caster.record.unsafe:
+            raise BannedOpError(action.caster.record.unsafe)
+        # Of what loops and branches do inside nothing is known here.
+        if reads or (isinstance(action, Structural) and action.kind != "jit"):
+            self._rounded.update(value.number for value in action.results)
