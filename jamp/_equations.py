@@ -1,9 +1,10 @@
 """Equations of a program: a walk through all of them, what one reads, binding one."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import (
     ClosedJaxpr,
     Jaxpr,
@@ -68,6 +69,60 @@ def replaced(
             parts = {"jaxpr": replaced(program.jaxpr, wanted, change, known)}
         known[id(program)] = program.replace(**parts)
     return known[id(program)]
+
+
+def number_of(scalar: Any) -> Hashable:
+    """What two equal constants have in common."""
+    return jax.typeof(scalar), np.asarray(scalar).tobytes()
+
+
+def content(
+    invars: Sequence[Any],
+    eqns: Iterable[JaxprEqn],
+    outvars: Iterable[Any],
+    also: Callable[[JaxprEqn], Hashable] = lambda eqn: None,
+    custom: Callable[[JaxprEqn], Hashable] = lambda eqn: None,
+) -> Hashable:
+    """What programs of equal equations have in common; None if it cannot be told.
+
+    Args:
+      invars: what the equations take.
+      eqns: the equations.
+      outvars: what of theirs, and of `invars`, is wanted.
+      also: what else is to be equal of an equation.
+      custom: what is to be equal of a call of a function with rules of its own, which
+        are other objects in every trace; None if it cannot be told.
+    """
+    numbers = {var: number for number, var in enumerate(invars)}
+
+    def name(atom: Any) -> Hashable:
+        return number_of(atom.val) if isinstance(atom, Literal) else numbers[atom]
+
+    def inside(value: Any) -> Any:
+        known = isinstance(value, Jaxpr | ClosedJaxpr)
+        found = content_of(value, also, custom) if known else None
+        return value if found is None else found
+
+    parts: list[Hashable] = [tuple(var.aval for var in invars)]
+    for eqn in eqns:
+        if eqn.primitive.name.startswith("custom_"):
+            called = custom(eqn)
+            if called is None:
+                return None
+        else:
+            called = tuple([(k, inside(value)) for k, value in eqn.params.items()])
+        operands = tuple(map(name, eqn.invars))
+        parts.append((eqn.primitive, called, operands, eqn.ctx, also(eqn)))
+        numbers.update((var, len(numbers) + i) for i, var in enumerate(eqn.outvars))
+    return tuple(parts), tuple(map(name, outvars))
+
+
+def content_of(program: Any, *ask: Callable[[JaxprEqn], Hashable]) -> Hashable:
+    """The content of a program; None also where it has constants."""
+    jaxpr = closed(program).jaxpr
+    if jaxpr.constvars:
+        return None
+    return content(jaxpr.invars, jaxpr.eqns, jaxpr.outvars, *ask)
 
 
 def closed(program: Any) -> Any:

@@ -6,16 +6,18 @@ from itertools import groupby
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import JaxprEqn
 from jax.extend.source_info_util import current_name_stack, user_context
 from jax.sharding import get_abstract_mesh, use_abstract_mesh
 
 from jamp import _dtypes
-from jamp._compat import settings
-from jamp._equations import bind, bind_primitive
+from jamp._compat import INLINE, settings, under_trace
+from jamp._equations import bind_primitive, number_of
 from jamp._lowerings.lower import lowering
 from jamp._plan.plan import Action, Bind, Broadcast, Cast, Plan
 from jamp._plan.values import Value
+from jamp._policy.rules import Rule
 
 Arrays = Sequence[Any]
 Emission = Callable[["Emitter", Any, list[Any]], Arrays]
@@ -45,7 +47,7 @@ class Emitter:
         self.share = share
         self._programs: dict[Any, Any] = {}
         # Jitted functions by what they compute.
-        self.float32_calls: dict[Hashable, Callable[..., list[Any]]] = {}
+        self._functions: dict[Hashable, Callable[..., Any]] = {}
 
     def run(self, plan: Plan, arrays: Sequence[Any]) -> list[Any]:
         inputs = [*plan.inputs, *plan.extras.values()]
@@ -63,6 +65,21 @@ class Emitter:
                     for value, array in zip(action.results, made, strict=True):
                         env[value.number] = array
         return [read(value) for value in plan.results]
+
+    def call(
+        self, function: Callable[..., Any], key: Hashable, arrays: Sequence[Any]
+    ) -> Any:
+        """Calls a function, which is one for JAX with those that have an equal key.
+
+        JAX differentiates it once, and finds it in its caches afterwards, as it does
+        the functions of jax.numpy. The equations are the same. Without a key it is
+        called as it is.
+        """
+        if not (self.share and under_trace(arrays) and _is_hashable(key)):
+            return function(*arrays)
+        if key not in self._functions:
+            self._functions[key] = jax.jit(function, inline=INLINE)
+        return self._functions[key](*arrays)
 
     def closed(self, plan: Plan, arrays: Sequence[Any], *, into: Any = None) -> Any:
         """The closed jaxpr of an inner plan, the same one wherever it is the same.
@@ -87,6 +104,14 @@ def _source_of(eqn: JaxprEqn, *inside: JaxprEqn) -> Iterator[None]:
     with user_context(eqn.source_info.traceback, name_stack=names), settings(eqn):
         with _source_of(*inside) if inside else nullcontext():
             yield
+
+
+def _is_hashable(key: Any) -> bool:
+    try:
+        hash(key)
+    except TypeError:
+        return False
+    return key is not None
 
 
 def convert(array: Any, dtype: Any) -> Any:
@@ -121,8 +146,22 @@ def _emit_broadcast(emitter: Emitter, action: Broadcast, arrays: Arrays) -> Arra
 
 @emits(Bind)
 def _emit_bind(emitter: Emitter, action: Bind, arrays: Arrays) -> Arrays:
-    if action.dtypes is None:
-        return bind(action.eqn, arrays)
-    avals = _dtypes.all_in_dtypes(action.eqn.invars, action.dtypes)
-    primitive, params = lowering(action.eqn, avals, action.weights)
-    return bind_primitive(primitive, params, arrays)
+    eqn = action.eqn
+    primitive, params = eqn.primitive, eqn.params
+    if action.dtypes is not None:
+        avals = _dtypes.all_in_dtypes(eqn.invars, action.dtypes)
+        primitive, params = lowering(eqn, avals, action.weights)
+    # Scalars are no operands of a function, which would be saved for its derivative.
+    fixed = [None if isinstance(a, jax.Array) or np.ndim(a) else a for a in arrays]
+
+    def run(*rest: Any) -> list[Any]:
+        taken = iter(rest)
+        operands = [next(taken) if scalar is None else scalar for scalar in fixed]
+        return bind_primitive(primitive, params, operands)
+
+    known = action.caster.record.ruling.rule is not Rule.AS_TRACED and not eqn.effects
+    scalars = tuple([None if a is None else number_of(a) for a in fixed])
+    key = (primitive, tuple(params.items()), eqn.ctx, scalars) if known else None
+    rest = [a for a, scalar in zip(arrays, fixed, strict=True) if scalar is None]
+    results: Arrays = emitter.call(run, key, rest)
+    return results

@@ -13,20 +13,19 @@ What leaves it in 16 bits is cast inside of it, so that its gradient enters in 1
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
-import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 from jax.extend.source_info_util import current_name_stack, user_context
 
 from jamp import _primitives
-from jamp._compat import INLINE, settings, under_trace
+from jamp._compat import settings
 from jamp._dtypes import FLOAT32, dtype_of, shape_of
 from jamp._emit.emitter import Arrays, Emitter, emits
-from jamp._equations import bind, nested
+from jamp._equations import bind, content, nested
 from jamp._plan.plan import Float32Call
 
 
@@ -37,16 +36,12 @@ def emit_float32_call(emitter: Emitter, action: Float32Call, arrays: Arrays) -> 
     run: Callable[..., list[Any]] = partial(_run, action)
     if any(low):
         run = _recomputing(run, low, action)
-    if not (emitter.share and under_trace(arrays)):
-        return run(*arrays)
     narrow = tuple(None if cast is None else cast.dtype for cast in action.narrowed)
-    key = _key(action, (*low, *narrow, *action.shared, action.device_type))
-    if key is None:
-        return run(*arrays)
-    known = emitter.float32_calls
-    if key not in known:
-        known[key] = jax.jit(run, inline=INLINE)
-    return known[key](*arrays)
+    equations = content(action.invars, action.eqns, action.outvars)
+    others = low, narrow, tuple(action.shared), action.device_type
+    key = equations and (equations, others)
+    result: list[Any] = emitter.call(run, key, arrays)
+    return result
 
 
 def _run(action: Float32Call, *arrays: Any) -> list[Any]:
@@ -221,27 +216,3 @@ def _with_rounded_gradient(array: Any) -> Any:
 @_with_rounded_gradient.defjvp
 def _rounded_gradient_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
     return primals[0], jax.lax.optimization_barrier(tangents[0])
-
-
-def _key(action: Float32Call, others: Hashable) -> Hashable:
-    """What two equal calls have in common; None if it cannot be told."""
-    numbers = {var: number for number, var in enumerate(action.invars)}
-    parts: list[Hashable] = [tuple(var.aval for var in action.invars), others]
-    for eqn in action.eqns:
-        if eqn.primitive.name.startswith("custom_"):
-            return None  # its derivative rule is another object in every trace
-        operands = tuple(
-            (v.aval, np.asarray(v.val).tobytes())
-            if isinstance(v, Literal)
-            else numbers[v]
-            for v in eqn.invars
-        )
-        for var in eqn.outvars:
-            numbers[var] = len(numbers)
-        parts.append((eqn.primitive, tuple(eqn.params.items()), operands, eqn.ctx))
-    key = (tuple(parts), tuple(numbers[var] for var in action.outvars))
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key

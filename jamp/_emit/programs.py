@@ -1,41 +1,22 @@
-"""Equations that hold programs, with these planned anew.
+"""Equations that hold programs, with these as planned.
 
-The carry of a loop keeps the dtypes at which it has settled. What a rule of the user's
-for derivatives or batching does is known only when JAX asks for it, when the function
-is differentiated or batched. It is traced then, as written, through JAX's own
-transformation, and the program that results is planned and run under the policy of the
-function. This is the only place where something is planned while a plan runs.
+The carry of a loop keeps the dtypes at which it has settled.
 """
 
-from collections.abc import Callable, Sequence
-from functools import cache, partial
-from itertools import islice, zip_longest
+from collections.abc import Sequence
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import jax
-import numpy as np
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import JaxprEqn, jaxprs_in_params
-from jax.tree_util import Partial
+from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes
 from jamp._compat import scan_counts
-from jamp._emit.emitter import Arrays, Emitter, convert, convert_all, emit, emits
-from jamp._equations import bind, constants
-from jamp._errors import AutocastError
-from jamp._plan.derivative_rules import (
-    VjpRules,
-    differentiable,
-    trace_jvp,
-    zero_results,
-)
-from jamp._plan.plan import Plan, Structural
-from jamp._plan.planner import plan_for, plan_program
-from jamp._plan.values import Value
-from jamp._tracing.casts import make_jaxpr
-from jamp._tracing.origin import location
-from jamp._tracing.trace import outlived
+from jamp._emit.emitter import Arrays, Emitter, convert, convert_all, emits
+from jamp._equations import bind
+from jamp._plan.plan import Structural
 
 
 @emits("jit")
@@ -209,138 +190,3 @@ def emit_while(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
         list(carry),
     )
     return final
-
-
-@emits("custom_jvp_call")
-def emit_custom_jvp(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
-    (inner,), eqn = action.plans, action.eqn
-    count = len(inner.results)
-
-    def rule(primals: Any, tangents: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        slots = [s for s in differentiable(eqn) if not _is_zero(tangents[s])]
-        taken = [tangents[slot] for slot in slots]
-        program = _checked(eqn, trace_jvp(eqn, action.context.region, slots))
-        # JAX may transpose what computes the tangents.
-        context = action.context._replace(linear=True)
-        values = [*_inputs(action), *map(Value, map(jax.typeof, taken))]
-        plan = plan_program(program, values, context)
-        outs = _run_rule(plan, [*primals, *taken], inner.dtypes * 2)
-        zeros = zero_results(program)[count:]
-        return outs[:count], tuple(
-            SymbolicZero(jax.typeof(tangent)) if zero else tangent
-            for tangent, zero in zip(outs[count:], zeros, strict=True)
-        )
-
-    function = jax.custom_jvp(_primal(emitter, action))
-    # The rule of a primitive that expands into others takes symbolic zeros.
-    function.defjvp(rule, symbolic_zeros=eqn.params.get("symbolic_zeros", True))
-    return list(function(*arrays))
-
-
-@emits("custom_vjp_call")
-def emit_custom_vjp(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
-    (inner,), eqn, context = action.plans, action.eqn, action.context
-    outs = len(inner.results)
-    takes_zeros = eqn.params.get("symbolic_zeros", False)
-    rules = VjpRules(eqn, context.region)
-
-    def fwd(*primals: Any) -> tuple[tuple[Any, ...], Any]:
-        slots = tuple(s for s in differentiable(eqn) if primals[s].perturbed)
-        forward = _checked(eqn, rules.forward(slots))
-        plan = plan_program(forward, _inputs(action), context)
-        results = _run_rule(plan, [primal.value for primal in primals], inner.dtypes)
-        return results[:outs], Partial(pullback_of(slots), results[outs:])
-
-    @cache
-    def pullback_of(slots: tuple[int, ...]) -> Callable[..., tuple[Any, ...]]:
-        def pullback(residuals: Sequence[Any], cotangents: Any) -> tuple[Any, ...]:
-            zeros = tuple(takes_zeros and _is_zero(ct) for ct in cotangents)
-            backward = _checked(eqn, rules.backward(slots, zeros))
-            arrays = [
-                np.zeros(ct.shape, ct.dtype) if _is_zero(ct) else ct
-                for ct in cotangents
-            ]
-            taken = [*residuals, *arrays]
-            dtypes = [action.operands[slot].dtype for slot in slots]
-            gradients = _run_rule(plan_for(backward, taken, context), taken, dtypes)
-            # Those of other rules are arrays: JAX 0.10 fails on zeros in some loops.
-            symbolic = [takes_zeros and zero for zero in zero_results(backward)]
-            found = zip(slots, gradients, symbolic, strict=True)
-            known = {slot: None if zero else ct for slot, ct, zero in found}
-            return tuple(known.get(slot) for slot in range(len(action.operands)))
-
-        return pullback
-
-    def bwd(pullback: Any, cotangents: Any) -> Any:
-        return pullback(cotangents)
-
-    function = jax.custom_vjp(_primal(emitter, action))
-    function.defvjp(fwd, bwd, symbolic_zeros=True)
-    return list(function(*arrays))
-
-
-@emits("custom_vmap_call")
-def emit_custom_vmap(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
-    (inner,), eqn, context = action.plans, action.eqn, action.context
-
-    def rule(size: int, batched: Sequence[bool], *arrays: Any) -> tuple[Any, Any]:
-        axes = [0 if b else None for b in batched]
-        avals = [
-            jax.ShapeDtypeStruct(array.shape, _dtypes.dtype_of(var))
-            for array, var in zip(arrays, eqn.invars, strict=True)
-        ]
-        by_rule = jax.vmap(lambda *taken: bind(eqn, taken), axes, axis_size=size)
-        program = make_jaxpr(by_rule, context.region)(*avals)
-        outs = _run_rule(plan_for(program, arrays, context), arrays, inner.dtypes)
-        return outs, (True,) * len(outs)
-
-    function = jax.custom_batching.custom_vmap(_primal(emitter, action))
-    function.def_vmap(rule)
-    return list(function(*arrays))
-
-
-def _checked(eqn: JaxprEqn, rule: Any) -> Any:
-    """The program of a rule, unless JAX asks too late for it."""
-    if any(map(outlived, constants(rule))):
-        raise AutocastError(
-            f"{location(eqn) or eqn.primitive.name}: a derivative rule of "
-            f"{_name(eqn)!r} closes over a value of the function under autocast, and "
-            "JAX asks for the rule when that function has run, as it does under "
-            "jax.jit: pass the value to it as an argument, or differentiate inside, as "
-            "in jamp.autocast(jax.grad(fn))"
-        )
-    return rule
-
-
-def _run_rule(plan: Plan, arrays: Arrays, dtypes: Sequence[Any]) -> tuple[Any, ...]:
-    """Results of a rule, the first of them in the dtypes that JAX expects of it."""
-    results = zip_longest(emit(plan, arrays), plan.results, dtypes)
-    return tuple(
-        convert(array, dtype) if value.eligible and _dtypes.eligible(dtype) else array
-        for array, value, dtype in results
-    )
-
-
-def _inputs(action: Structural) -> list[Value]:
-    """Values of a function's inputs inside its rule."""
-    return [Value(value.aval, value.traits) for value in action.operands]
-
-
-def _is_zero(tangent: Any) -> bool:
-    return isinstance(tangent, SymbolicZero)
-
-
-def _primal(emitter: Emitter, action: Structural) -> Callable[..., tuple[Any, ...]]:
-    (inner,) = action.plans
-
-    def primal(*arrays: Any) -> tuple[Any, ...]:
-        return tuple(emitter.run(inner, arrays))
-
-    primal.__name__ = _name(action.eqn) or primal.__name__
-    return primal
-
-
-def _name(eqn: JaxprEqn) -> str | None:
-    """The name of the function that an equation calls."""
-    programs = jaxprs_in_params(eqn.params)
-    return next((program.debug_info.func_name for program in programs), None)

@@ -44,7 +44,8 @@ from jamp._tracing.regions import Options, Scope
 
 def make_plan(program: Any, arrays: Sequence[Any], options: Options) -> Plan:
     """Plans a closed jaxpr for some arrays, of which only dtypes count."""
-    return plan_for(program, arrays, Context(Scope((), options)))
+    inputs = inputs_like(program, arrays, options)
+    return plan_program(program, inputs, Context(Scope((), options)))
 
 
 def warn_unmatched(policy: Policy) -> None:
@@ -60,13 +61,13 @@ def warn_unmatched(policy: Policy) -> None:
         policy.unmatched.clear()
 
 
-def plan_for(program: Any, arrays: Sequence[Any], context: Context) -> Plan:
+def inputs_like(program: Any, arrays: Sequence[Any], options: Options) -> list[Value]:
+    """A closed jaxpr's inputs, with the dtypes of some arrays."""
     dtypes = [getattr(jax.typeof(array), "dtype", None) for array in arrays]
-    inputs = [
-        Value.of(aval, dtype, Traits(data=dtype == context.region.dtype))
+    return [
+        Value.of(aval, dtype, Traits(data=dtype == options.dtype))
         for aval, dtype in zip(program.in_avals, dtypes, strict=True)
     ]
-    return plan_program(program, inputs, context)
 
 
 def plan_program(program: Any, inputs: Values, context: Context) -> Plan:

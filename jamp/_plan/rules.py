@@ -1,8 +1,8 @@
 """Rules for equations that hold programs: what becomes of the programs inside.
 
 A function with rules of its own for derivatives or batching is planned here. Its rule
-is traced, planned and run when it is differentiated or batched, by
-`jamp._emit.programs`: not before, because a function need not have one that works.
+is traced, planned and run by `jamp._emit.custom_functions` when it is differentiated or
+batched: not before, because a function need not have one that works.
 """
 
 from collections.abc import Callable, Iterable, Sequence

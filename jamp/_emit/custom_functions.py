@@ -1,0 +1,228 @@
+"""Functions with rules of their own for derivatives or batching.
+
+What a rule does is known only when JAX asks for it, when the function is differentiated
+or batched. It is traced then, as written, through JAX's own transformation, and the
+program that results is planned and run under the policy of the function. This is the
+only place where something is planned while a plan runs. Rules of equal calls, as of the
+relu of every layer, are planned and run once.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import JaxprEqn, jaxprs_in_params
+from jax.tree_util import Partial
+
+from jamp import _dtypes, _primitives
+from jamp._emit.emitter import Arrays, Emitter, convert, emits
+from jamp._equations import bind, closed, constants, content_of
+from jamp._errors import AutocastError
+from jamp._plan.derivative_rules import (
+    VjpRules,
+    differentiable,
+    trace_jvp,
+    zero_results,
+)
+from jamp._plan.plan import Context, Structural
+from jamp._plan.planner import inputs_like, plan_program
+from jamp._plan.values import Value, Values
+from jamp._tracing.casts import make_jaxpr
+from jamp._tracing.origin import frame_key, location
+from jamp._tracing.regions import Scope
+from jamp._tracing.trace import outlived
+
+
+@emits("custom_jvp_call")
+def emit_custom_jvp(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
+    (inner,), eqn = action.plans, action.eqn
+    count = len(inner.results)
+
+    def rule(primals: Any, tangents: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        slots = [s for s in differentiable(eqn) if not _is_zero(tangents[s])]
+        taken = [tangents[slot] for slot in slots]
+        program = _checked(eqn, trace_jvp(eqn, action.context.region, slots))
+        # JAX may transpose what computes the tangents.
+        context = action.context._replace(linear=True)
+        values = [*_inputs(action), *map(Value, map(jax.typeof, taken))]
+        rule = _Rule(eqn, program, values, context, inner.dtypes * 2)
+        outs = rule.run(emitter, [*primals, *taken])
+        zeros = zero_results(program)[count:]
+        return outs[:count], tuple(
+            SymbolicZero(jax.typeof(tangent)) if zero else tangent
+            for tangent, zero in zip(outs[count:], zeros, strict=True)
+        )
+
+    function = jax.custom_jvp(_primal(emitter, action))
+    # The rule of a primitive that expands into others takes symbolic zeros.
+    function.defjvp(rule, symbolic_zeros=eqn.params.get("symbolic_zeros", True))
+    return list(function(*arrays))
+
+
+@emits("custom_vjp_call")
+def emit_custom_vjp(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
+    (inner,), eqn, context = action.plans, action.eqn, action.context
+    outs = len(inner.results)
+    takes_zeros = eqn.params.get("symbolic_zeros", False)
+    rules = VjpRules(eqn, context.region)
+
+    def fwd(*primals: Any) -> tuple[tuple[Any, ...], Any]:
+        slots = tuple(s for s in differentiable(eqn) if primals[s].perturbed)
+        forward = _checked(eqn, rules.forward(slots))
+        rule = _Rule(eqn, forward, _inputs(action), context, inner.dtypes)
+        results = rule.run(emitter, [primal.value for primal in primals])
+        return results[:outs], Partial(pullback_of(slots), results[outs:])
+
+    @cache
+    def pullback_of(slots: tuple[int, ...]) -> Callable[..., tuple[Any, ...]]:
+        def pullback(residuals: Sequence[Any], cotangents: Any) -> tuple[Any, ...]:
+            zeros = tuple(takes_zeros and _is_zero(ct) for ct in cotangents)
+            backward = _checked(eqn, rules.backward(slots, zeros))
+            arrays = [
+                np.zeros(ct.shape, ct.dtype) if _is_zero(ct) else ct
+                for ct in cotangents
+            ]
+            taken = [*residuals, *arrays]
+            dtypes = [action.operands[slot].dtype for slot in slots]
+            inputs = inputs_like(backward, taken, context.region)
+            rule = _Rule(eqn, backward, inputs, context, dtypes)
+            gradients = rule.run(emitter, taken)
+            # Those of other rules are arrays: JAX 0.10 fails on zeros in some loops.
+            symbolic = [takes_zeros and zero for zero in zero_results(backward)]
+            found = zip(slots, gradients, symbolic, strict=True)
+            known = {slot: None if zero else ct for slot, ct, zero in found}
+            return tuple(known.get(slot) for slot in range(len(action.operands)))
+
+        return pullback
+
+    def bwd(pullback: Any, cotangents: Any) -> Any:
+        return pullback(cotangents)
+
+    function = jax.custom_vjp(_primal(emitter, action))
+    function.defvjp(fwd, bwd, symbolic_zeros=True)
+    return list(function(*arrays))
+
+
+@emits("custom_vmap_call")
+def emit_custom_vmap(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
+    (inner,), eqn, context = action.plans, action.eqn, action.context
+
+    def rule(size: int, batched: Sequence[bool], *arrays: Any) -> tuple[Any, Any]:
+        axes = [0 if b else None for b in batched]
+        avals = [
+            jax.ShapeDtypeStruct(array.shape, _dtypes.dtype_of(var))
+            for array, var in zip(arrays, eqn.invars, strict=True)
+        ]
+        by_rule = jax.vmap(lambda *taken: bind(eqn, taken), axes, axis_size=size)
+        program = make_jaxpr(by_rule, context.region)(*avals)
+        inputs = inputs_like(program, arrays, context.region)
+        outs = _Rule(eqn, program, inputs, context, inner.dtypes).run(emitter, arrays)
+        return outs, (True,) * len(outs)
+
+    function = jax.custom_batching.custom_vmap(_primal(emitter, action))
+    function.def_vmap(rule)
+    return list(function(*arrays))
+
+
+def _checked(eqn: JaxprEqn, rule: Any) -> Any:
+    """The program of a rule, unless JAX asks too late for it."""
+    if any(map(outlived, constants(rule))):
+        raise AutocastError(
+            f"{location(eqn) or eqn.primitive.name}: a derivative rule of "
+            f"{_name(eqn)!r} closes over a value of the function under autocast, and "
+            "JAX asks for the rule when that function has run, as it does for "
+            "jax.grad(jax.jit(fn)): pass the value to it as an argument"
+        )
+    return rule
+
+
+class _Rule(NamedTuple):
+    """A rule as traced, to be planned for some inputs."""
+
+    eqn: JaxprEqn  # the call of the function whose rule it is
+    program: Any
+    inputs: Values
+    context: Context
+    dtypes: Sequence[Any]  # in which JAX expects the first of its results
+
+    def run(self, emitter: Emitter, arrays: Arrays) -> tuple[Any, ...]:
+        results: tuple[Any, ...] = emitter.call(self._run(emitter), self._key, arrays)
+        return results
+
+    def _run(self, emitter: Emitter) -> Callable[..., tuple[Any, ...]]:
+        def run(*arrays: Any) -> tuple[Any, ...]:
+            plan = plan_program(self.program, self.inputs, self.context)
+            made = emitter.run(plan, arrays)
+            results = zip_longest(made, plan.results, self.dtypes)
+            return tuple(
+                convert(array, dtype)
+                if value.eligible and _dtypes.eligible(dtype)
+                else array
+                for array, value, dtype in results
+            )
+
+        return run
+
+    @property
+    def _key(self) -> Hashable:
+        """What it has in common with the rules of equal calls, if that can be told."""
+        context = self.context
+        known = content_of(self.program, _decided_by, self._itself)
+        if known is None:
+            return None
+        if not context.region.policy.scopes:
+            context = context._replace(scope=Scope((), context.region))
+        inputs = tuple([(value.aval, value.traits) for value in self.inputs])
+        return known, inputs, context, tuple(self.dtypes)
+
+    def _itself(self, eqn: JaxprEqn) -> Hashable:
+        """What a rule that calls its own function calls; None for other functions.
+
+        As these rules are equal, so are those of what they call.
+        """
+        if eqn.primitive is not self.eqn.primitive:
+            return None
+        called, own = map(_called, (eqn, self.eqn))
+        return own if called == own else None
+
+
+def _called(eqn: JaxprEqn) -> Hashable:
+    """Where the function that an equation calls was written, and what it computes."""
+    program = closed(eqn.params[_primitives.CALLS[eqn.primitive.name]])
+    known = content_of(program)
+    return known and (program.jaxpr.debug_info.func_src_info, known)
+
+
+def _decided_by(eqn: JaxprEqn) -> Hashable:
+    """What a plan asks of where an equation stands: its regions and functions."""
+    key = frame_key(eqn)
+    return eqn.source_info.name_stack, key and key[0]
+
+
+def _inputs(action: Structural) -> list[Value]:
+    """Values of a function's inputs inside its rule."""
+    return [Value(value.aval, value.traits) for value in action.operands]
+
+
+def _is_zero(tangent: Any) -> bool:
+    return isinstance(tangent, SymbolicZero)
+
+
+def _primal(emitter: Emitter, action: Structural) -> Callable[..., tuple[Any, ...]]:
+    (inner,) = action.plans
+
+    def primal(*arrays: Any) -> tuple[Any, ...]:
+        return tuple(emitter.run(inner, arrays))
+
+    primal.__name__ = _name(action.eqn) or primal.__name__
+    return primal
+
+
+def _name(eqn: JaxprEqn) -> str | None:
+    """The name of the function that an equation calls."""
+    programs = jaxprs_in_params(eqn.params)
+    return next((program.debug_info.func_name for program in programs), None)
