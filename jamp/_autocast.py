@@ -73,8 +73,11 @@ def _run(
     """Runs a call under autocast; an eager one again as what it was rewritten to."""
     leaves, tree = jax.tree.flatten((call.args, call.kwargs))
     arrays = [leaf for leaf in leaves if is_array(leaf)]
-    # What traces anew, as a new jax.jit does, sees what is new.
-    key = None if under_trace(arrays) else signature(leaves, tree, options)
+    # What traces anew, as a new jax.jit does, sees what is new. A program that runs
+    # again is not checked for NaN by JAX.
+    flags = ("jax_debug_nans", "jax_debug_infs")
+    once = under_trace(arrays) or any(getattr(jax.config, flag) for flag in flags)
+    key = None if once else signature(leaves, tree, options)
     found = None if key is None else eager_programs.get(key)
     if found is None:
         traced = trace(call.fn, options, call.args, call.kwargs)

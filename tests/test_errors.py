@@ -166,6 +166,26 @@ def test_a_banned_function_names_the_users_line_and_the_way_out():
     assert "enabled=False" in message
 
 
+@pytest.mark.parametrize(
+    ("flag", "fn"),
+    [("jax_debug_nans", jnp.log), ("jax_debug_infs", lambda x: 1 / (x - x))],
+)
+def test_flags_of_jax_that_look_for_nan_and_inf_find_it(flag, fn):
+    wrapped, x = gpu(fn), -jnp.ones(3)
+    assert not np.isfinite(wrapped(x)).any()
+    with getattr(jax, flag.removeprefix("jax_"))(True):
+        for run in (wrapped, jax.jit(wrapped)):
+            with pytest.raises(FloatingPointError, match=r"encountered in (log|div)"):
+                run(x)
+
+
+@pytest.mark.parametrize("kind", [classmethod, property])
+def test_a_decorator_that_goes_outside_is_named(kind):
+    message = f"put @{kind.__name__} above @jamp.autocast"
+    with pytest.raises(jamp.AutocastTypeError, match=message):
+        jamp.autocast(kind(lambda self: 1))
+
+
 mystery_p = Primitive("mystery")
 mystery_p.def_impl(lambda x: 2 * x)
 mystery_p.def_abstract_eval(lambda x: x)

@@ -57,7 +57,7 @@ def test_a_holomorphic_loss_is_complex():
 
 
 def test_a_loss_that_is_a_tuple_asks_for_has_aux():
-    with pytest.raises(ScalerTypeError, match="returned a tuple; pass has_aux=True"):
+    with pytest.raises(ScalerTypeError, match=r"is \(loss, aux\), pass has_aux=True"):
         jamp.value_and_grad(lambda w: (jnp.sum(w), w))(state_of(8.0), W)
 
 
@@ -236,12 +236,19 @@ def test_what_stands_before_the_wrapper_in_a_chain_is_warned_of_at_the_users_lin
         assert [warning.filename for warning in warned] == [__file__]
 
 
-def test_multisteps_around_the_wrapper_is_warned_of_at_the_users_line():
-    state = optax.chain(optax.MultiSteps(TX, 2).gradient_transformation()).init(W)
-    with pytest.warns(jamp.JampWarning, match="MultiSteps around .* wrap it") as warned:
+AROUND = {
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 1000),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_what_keeps_overflows_from_the_wrapper_is_warned_of_at_the_users_line(name):
+    state = optax.chain(AROUND[name](TX)).init(W)
+    with pytest.warns(jamp.JampWarning, match=f"{name} around .* wrap it") as warned:
         jamp.value_and_grad(jnp.sum)(state, W)
     assert [warning.filename for warning in warned] == [__file__]
-    inside = jamp.dynamic_loss_scaling(optax.MultiSteps(optax.sgd(0.1), 2)).init(W)
+    inside = jamp.dynamic_loss_scaling(AROUND[name](optax.sgd(0.1))).init(W)
     assert jamp.loss_scale(inside) == 2.0**16
 
 
@@ -261,7 +268,7 @@ AFTER = {
     "after it": lambda: optax.chain(TX, optax.scale(0.5)).init(W),
     "in it": lambda: jamp.dynamic_loss_scaling(optax.chain(optax.clip(1.0))).init(W),
     "beside it": lambda: (W, TX.init(W)),
-    "around it": lambda: optax.apply_if_finite(TX, 2).init(W),
+    "around it": lambda: optax.masked(TX, True).init(W),
     "beside what is frozen": lambda: of_two_parts(optax.set_to_zero()),
 }
 

@@ -247,6 +247,7 @@ def test_clipping_before_it_in_a_chain_clips_scaled_gradients():
     assert updates["w"].tolist() == [-0.25, -1.0, 1.0]
 
 
+@pytest.mark.filterwarnings("ignore:optax.apply_if_finite around")
 def test_apply_if_finite_around_it_delays_the_back_off_and_lets_nothing_through():
     tx = optax.apply_if_finite(scaling(optax.sgd(0.1)), 2)
     states = run(tx, stepper(tx), 6, (1, 2, 3, 4))

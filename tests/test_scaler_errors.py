@@ -1,6 +1,7 @@
 """What the scaler is given is checked before it spoils a scale."""
 
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -67,13 +68,39 @@ def test_a_new_scale_on_a_device_that_is_not_positive_and_finite_changes_nothing
     assert bits(update(jnp.float32(5)).scale) == bits(jnp.float32(5))
 
 
-@pytest.mark.parametrize("flag", ["yes", object(), [W, "no"]])
+@pytest.mark.parametrize("flag", ["yes", object(), [jnp.array(True), "no"]])
 def test_a_flag_that_is_no_number_is_refused(flag):
-    message = "found_inf must be what unscale returned, got"
+    message = r"found_inf must be what unscale returned.*, got (str|object)"
     with pytest.raises(ScalerTypeError, match=message):
         GradScaler().update(state_of(8.0), flag)
     with pytest.raises(ScalerTypeError, match=message):
         GradScaler().step(state_of(8.0), SGD, W, flag, SGD.init(W), W)
+
+
+@pytest.mark.parametrize("flag", [256.0, jnp.float32(1.0), {"w": W}])
+def test_a_flag_that_is_a_scale_or_gradients_is_refused(flag):
+    with pytest.raises(ScalerTypeError, match="a scale to set is new_scale="):
+        GradScaler().update(state_of(8.0), flag)
+    assert GradScaler().update(state_of(8.0), np.int32(1)).scale == 4.0
+
+
+def test_loading_into_a_scaler_that_is_there_says_that_it_returns_one():
+    with pytest.raises(ScalerTypeError, match=r"scaler, state = .*load_state_dict"):
+        GradScaler().load_state_dict(SAVED)
+
+
+@pytest.mark.parametrize(
+    ("method", "instead"),
+    [
+        ("get_scale", "state.scale"),
+        ("unscale_", "scaler.unscale(state, grads)"),
+        ("set_backoff_factor", "dataclasses.replace(scaler, backoff_factor=...)"),
+        ("get_growth_interval", "scaler.growth_interval"),
+    ],
+)
+def test_a_method_of_torchs_that_is_not_there_says_what_stands_for_it(method, instead):
+    with pytest.raises(AttributeError, match=re.escape(f"take {instead}")):
+        getattr(GradScaler(), method)
 
 
 def test_a_new_scale_that_is_no_number_is_refused():

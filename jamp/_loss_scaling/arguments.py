@@ -72,7 +72,10 @@ def any_of(found_inf: Any, method: str) -> jax.Array:
             "that unscale returned" + (", or a new_scale" if method == "update" else "")
         )
     for flag in flags:
-        expect(is_number(flag), flag, "found_inf must be what unscale returned,")
+        dtype = getattr(flag, "dtype", np.dtype(type(flag)))
+        is_flag = is_number(flag) and not jnp.issubdtype(dtype, np.inexact)
+        other = " (a scale to set is new_scale=...)" if method == "update" else ""
+        expect(is_flag, flag, f"found_inf must be what unscale returned{other},")
     return jnp.stack([jnp.asarray(flag, bool).any() for flag in flags]).any()
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, InitVar, dataclass, fields
 from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Never
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,40 @@ class ScalerState(NamedTuple):
     scale: jax.Array
     growth_tracker: jax.Array
     hysteresis_tracker: jax.Array
+
+
+if TYPE_CHECKING:
+    _of_the_class = classmethod
+else:
+
+    class _of_the_class(classmethod):
+        """A method of a class, which would change nothing of an instance."""
+
+        def __get__(self, instance, owner=None):
+            return super().__get__(instance, owner) if instance is None else _refused
+
+
+def _refused(*args: Any, **kwargs: Any) -> Never:
+    raise ScalerTypeError(
+        "a scaler never changes: load_state_dict returns one and its state, as in "
+        "scaler, state = jamp.GradScaler.load_state_dict(state_dict)"
+    )
+
+
+# What stands for methods of torch's that a scaler lacks.
+_INSTEAD = {
+    "get_scale": "state.scale, or jamp.loss_scale(state)",
+    "is_enabled": "scaler.enabled",
+    "unscale_": "scaler.unscale(state, grads)",
+    **{
+        f"{verb}_{option}": instead.format(option)
+        for option in ("growth_factor", "backoff_factor", "growth_interval")
+        for verb, instead in (
+            ("get", "scaler.{0}"),
+            ("set", "dataclasses.replace(scaler, {0}=...)"),
+        )
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -124,6 +158,16 @@ class GradScaler:
         ):
             if not fine:
                 raise ScalerError(f"{problem}: {self}")
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Never:
+            hint = f": take {_INSTEAD[name]}" if name in _INSTEAD else ""
+            raise AttributeError(
+                f"'GradScaler' object has no attribute {name!r}{hint}",
+                name=name,
+                obj=self,
+            )
 
     def init(self) -> ScalerState:
         """The state to begin with; a disabled scaler has a scale of 1."""
@@ -278,7 +322,7 @@ class GradScaler:
         values = float(state.scale), *factors, int(state.growth_tracker)
         return dict(zip(_KEYS, values, strict=True))
 
-    @classmethod
+    @_of_the_class
     def load_state_dict(
         cls, state_dict: Mapping[str, Any], **options: Any
     ) -> tuple[GradScaler, ScalerState]:

@@ -263,15 +263,26 @@ def find_scale(tree: Any, hint: str = "") -> jax.Array:
     return jnp.asarray(state.scale)
 
 
+_AROUND = {
+    optax.MultiStepsState: (
+        "optax.MultiSteps",
+        "never forgets an inf, and skips all later steps",
+    ),
+    optax.ApplyIfFiniteState: (
+        "optax.apply_if_finite",
+        "keeps overflows from it, so that the scale does not fall",
+    ),
+}
+
+
 def _misplacement(node: Any) -> str:
     """What goes wrong where the wrapper stands in a node of a state, if it does."""
-    held = isinstance(node, optax.MultiStepsState) and instances(
-        node, DynamicLossScalingState
-    )
-    if held:
+    wrong = next((v for kind, v in _AROUND.items() if isinstance(node, kind)), None)
+    if wrong and instances(node, DynamicLossScalingState):
+        name, consequence = wrong
         return (
-            "optax.MultiSteps around jamp.dynamic_loss_scaling never forgets an inf, "
-            "and skips all later steps: wrap it in jamp.dynamic_loss_scaling instead"
+            f"{name} around jamp.dynamic_loss_scaling {consequence}: wrap it in "
+            "jamp.dynamic_loss_scaling instead"
         )
     if isinstance(node, optax.PartitionState) and _scales_a_part(node):
         return (
@@ -312,7 +323,8 @@ def find_state(tree: Any, hint: str = "") -> Any:
     if found:
         raise ScalerError(
             f"found {len(found)} loss scales in {type(tree).__name__}, and a loss has "
-            "one: wrap the whole optimizer in jamp.dynamic_loss_scaling, not its parts"
+            "one: wrap the whole optimizer in jamp.dynamic_loss_scaling, not its parts;"
+            " of several optimizers give the state of the one that the loss is for"
         )
     # Whatever JAX calls an array while it traces.
     kind = "an array" if isinstance(tree, jax.Array) else type(tree).__name__

@@ -103,6 +103,9 @@ def check_function(name: str, fn: Any, inputs: Sequence[Any] = ()) -> None:
         got = f"{type(fn).__name__}; write {name}(fn)(x), not {name}(fn(x))"
         if callable(getattr(fn, "apply", None)):
             got = f"{type(fn).__name__}; give its apply"
+        if isinstance(fn, classmethod | property):
+            kind = type(fn).__name__
+            got = f"a {kind}; put @{kind} above @jamp.{name}"
     else:
         called = fn, type(fn).__call__
         runs_later = [
