@@ -72,11 +72,17 @@ def any_of(found_inf: Any, method: str) -> jax.Array:
             "that unscale returned" + (", or a new_scale" if method == "update" else "")
         )
     for flag in flags:
-        dtype = getattr(flag, "dtype", np.dtype(type(flag)))
-        is_flag = is_number(flag) and not jnp.issubdtype(dtype, np.inexact)
         other = " (a scale to set is new_scale=...)" if method == "update" else ""
+        is_flag = is_number(flag) and not _is_scale_or_gradient(flag)
         expect(is_flag, flag, f"found_inf must be what unscale returned{other},")
     return jnp.stack([jnp.asarray(flag, bool).any() for flag in flags]).any()
+
+
+def _is_scale_or_gradient(number: Any) -> bool:
+    """Whether a number is no flag; torch's flags are floats too, as 1.0."""
+    if not jnp.issubdtype(jnp.result_type(number), np.inexact):
+        return False
+    return np.ndim(number) > 0 or (isinstance(number, float) and number not in (0, 1))
 
 
 def scaled(scale: jax.Array, outputs: Any) -> Any:
