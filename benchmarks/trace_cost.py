@@ -1,8 +1,9 @@
-"""What autocast adds to tracing and lowering the training step of a transformer.
+"""What autocast adds to tracing and lowering a training step.
 
-For each depth, `value_and_grad` of the loss of a Flax transformer is traced and lowered
-in turn as written and under autocast, from empty caches. Reported are the medians, in
-seconds of processor time, and the median of the ratios of the pairs.
+For each network and depth, `value_and_grad` of the loss is traced and lowered in turn
+as written and under autocast, from empty caches. Reported are the medians, in seconds
+of processor time, and the median of the ratios of the pairs. The networks are a
+transformer, and one of dense layers and relu, which is little to trace as written.
 """
 
 import time
@@ -36,20 +37,32 @@ class Block(nn.Module):
         return x + nn.Dense(WIDTH)(nn.gelu(y))
 
 
-class Transformer(nn.Module):
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.relu(nn.Dense(WIDTH)(x))
+
+
+class Network(nn.Module):
+    kind: type[nn.Module]
     depth: int
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         x = nn.Embed(VOCABULARY, WIDTH)(tokens)
         for _ in range(self.depth):
-            x = Block()(x)
+            x = self.kind()(x)
         return nn.Dense(VOCABULARY)(nn.LayerNorm()(x))
 
 
-def make_loss(depth: int) -> tuple[Callable[..., jax.Array], Any, jax.Array]:
-    """The loss of a transformer, its parameters and a batch of tokens."""
-    model = Transformer(depth)
+NETWORKS: dict[str, type[nn.Module]] = {"transformer": Block, "relu": Layer}
+
+
+def make_loss(
+    network: str, depth: int
+) -> tuple[Callable[..., jax.Array], Any, jax.Array]:
+    """The loss of a network, its parameters and a batch of tokens."""
+    model = Network(NETWORKS[network], depth)
     tokens = jnp.zeros((2, 32), jnp.int32)
     params = model.init(jax.random.key(0), tokens)
 
@@ -70,22 +83,24 @@ def seconds(loss: Callable[..., jax.Array], params: Any, tokens: jax.Array) -> f
     return time.process_time() - start
 
 
-def measure(depth: int) -> dict[str, float]:
+def measure(network: str, depth: int) -> dict[str, Any]:
     """Medians over interleaved pairs, after one pair that is not counted."""
-    loss, params, tokens = make_loss(depth)
+    loss, params, tokens = make_loss(network, depth)
     pairs = []
-    for _ in track(range(PAIRS + 1), f"depth {depth}"):
+    for _ in track(range(PAIRS + 1), f"{network}, depth {depth}"):
         plain = seconds(loss, params, tokens)
         pairs.append((plain, seconds(jamp.autocast(loss), params, tokens)))
     del pairs[0]
-    return {"depth": depth, **medians_of_pairs(pairs)}
+    return {"network": network, "depth": depth, **medians_of_pairs(pairs)}
 
 
 def main() -> None:
-    figures = [measure(depth) for depth in DEPTHS]
-    table = Table("depth", "float32", "autocast", "ratio", "autocast per layer")
+    figures = [measure(network, depth) for network in NETWORKS for depth in DEPTHS]
+    columns = "network", "depth", "float32", "autocast", "ratio", "autocast per layer"
+    table = Table(*columns)
     for row in figures:
         table.add_row(
+            row["network"],
             str(row["depth"]),
             f"{row['float32_seconds']:.2f} s",
             f"{row['autocast_seconds']:.2f} s",
