@@ -113,7 +113,8 @@ def content(
             called = tuple([(k, inside(value)) for k, value in eqn.params.items()])
         operands = tuple(map(name, eqn.invars))
         parts.append((eqn.primitive, called, operands, eqn.ctx, also(eqn)))
-        numbers.update((var, len(numbers) + i) for i, var in enumerate(eqn.outvars))
+        for var in eqn.outvars:
+            numbers[var] = len(numbers)
     return tuple(parts), tuple(map(name, outvars))
 
 

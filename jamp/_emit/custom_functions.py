@@ -8,7 +8,7 @@ relu of every layer, are planned and run once.
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -150,22 +150,19 @@ class _Rule(NamedTuple):
     dtypes: Sequence[Any]  # in which JAX expects the first of its results
 
     def run(self, emitter: Emitter, arrays: Arrays) -> tuple[Any, ...]:
-        results: tuple[Any, ...] = emitter.call(self._run(emitter), self._key, arrays)
+        run = partial(self._plan_and_run, emitter)
+        results: tuple[Any, ...] = emitter.call(run, self._key, arrays)
         return results
 
-    def _run(self, emitter: Emitter) -> Callable[..., tuple[Any, ...]]:
-        def run(*arrays: Any) -> tuple[Any, ...]:
-            plan = plan_program(self.program, self.inputs, self.context)
-            made = emitter.run(plan, arrays)
-            results = zip_longest(made, plan.results, self.dtypes)
-            return tuple(
-                convert(array, dtype)
-                if value.eligible and _dtypes.eligible(dtype)
-                else array
-                for array, value, dtype in results
-            )
-
-        return run
+    def _plan_and_run(self, emitter: Emitter, *arrays: Any) -> tuple[Any, ...]:
+        plan = plan_program(self.program, self.inputs, self.context)
+        made = emitter.run(plan, arrays)
+        return tuple(
+            convert(array, dtype)
+            if value.eligible and _dtypes.eligible(dtype)
+            else array
+            for array, value, dtype in zip_longest(made, plan.results, self.dtypes)
+        )
 
     @property
     def _key(self) -> Hashable:

@@ -151,6 +151,8 @@ def _emit_bind(emitter: Emitter, action: Bind, arrays: Arrays) -> Arrays:
     if action.dtypes is not None:
         avals = _dtypes.all_in_dtypes(eqn.invars, action.dtypes)
         primitive, params = lowering(eqn, avals, action.weights)
+    if action.caster.record.ruling.rule is Rule.AS_TRACED or eqn.effects:
+        return bind_primitive(primitive, params, arrays)
     # Scalars are no operands of a function, which would be saved for its derivative.
     fixed = [None if isinstance(a, jax.Array) or np.ndim(a) else a for a in arrays]
 
@@ -159,9 +161,8 @@ def _emit_bind(emitter: Emitter, action: Bind, arrays: Arrays) -> Arrays:
         operands = [next(taken) if scalar is None else scalar for scalar in fixed]
         return bind_primitive(primitive, params, operands)
 
-    known = action.caster.record.ruling.rule is not Rule.AS_TRACED and not eqn.effects
     scalars = tuple([None if a is None else number_of(a) for a in fixed])
-    key = (primitive, tuple(params.items()), eqn.ctx, scalars) if known else None
+    key = primitive, tuple(params.items()), eqn.ctx, scalars
     rest = [a for a, scalar in zip(arrays, fixed, strict=True) if scalar is None]
     results: Arrays = emitter.call(run, key, rest)
     return results
