@@ -49,8 +49,8 @@ def emit_custom_jvp(emitter: Emitter, action: Structural, arrays: Arrays) -> Arr
         # JAX may transpose what computes the tangents.
         context = action.context._replace(linear=True)
         values = [*_inputs(action), *map(Value, map(jax.typeof, taken))]
-        rule = _Rule(eqn, program, values, context, inner.dtypes * 2)
-        outs = rule.run(emitter, [*primals, *taken])
+        traced = _Rule(eqn, program, values, context, inner.dtypes * 2)
+        outs = traced.run(emitter, [*primals, *taken])
         zeros = zero_results(program)[count:]
         return outs[:count], tuple(
             SymbolicZero(jax.typeof(tangent)) if zero else tangent
@@ -135,7 +135,9 @@ def _checked(eqn: JaxprEqn, rule: Any) -> Any:
             f"{location(eqn) or eqn.primitive.name}: a derivative rule of "
             f"{_name(eqn)!r} closes over a value of the function under autocast, and "
             "JAX asks for the rule when that function has run, as it does for "
-            "jax.grad(jax.jit(fn)): pass the value to it as an argument"
+            "jax.grad(jax.jit(fn)): pass the value to it as an argument, or "
+            "differentiate inside, as in jamp.autocast(jax.grad(fn)), whose gradients "
+            "may have 16 bits"
         )
     return rule
 
@@ -164,7 +166,6 @@ class _Rule(NamedTuple):
             for array, value, dtype in zip_longest(made, plan.results, self.dtypes)
         )
 
-    @property
     def _key(self) -> Hashable:
         """What it has in common with the rules of equal calls, if that can be told."""
         context = self.context

@@ -67,19 +67,23 @@ class Emitter:
         return [read(value) for value in plan.results]
 
     def call(
-        self, function: Callable[..., Any], key: Hashable, arrays: Sequence[Any]
+        self,
+        function: Callable[..., Any],
+        key: Callable[[], Hashable],
+        arrays: Sequence[Any],
     ) -> Any:
         """Calls a function, which is one for JAX with those that have an equal key.
 
         JAX differentiates it once, and finds it in its caches afterwards, as it does
-        the functions of jax.numpy. The equations are the same. Without a key it is
-        called as it is.
+        the functions of jax.numpy. The equations are the same. Without a key, which is
+        asked for where functions are shared alone, it is called as it is.
         """
-        if not (self.share and under_trace(arrays) and _is_hashable(key)):
+        found = key() if self.share and under_trace(arrays) else None
+        if not _is_hashable(found):
             return function(*arrays)
-        if key not in self._functions:
-            self._functions[key] = jax.jit(function, inline=INLINE)
-        return self._functions[key](*arrays)
+        if found not in self._functions:
+            self._functions[found] = jax.jit(function, inline=INLINE)
+        return self._functions[found](*arrays)
 
     def closed(self, plan: Plan, arrays: Sequence[Any], *, into: Any = None) -> Any:
         """The closed jaxpr of an inner plan, the same one wherever it is the same.
@@ -161,8 +165,10 @@ def _emit_bind(emitter: Emitter, action: Bind, arrays: Arrays) -> Arrays:
         operands = [next(taken) if scalar is None else scalar for scalar in fixed]
         return bind_primitive(primitive, params, operands)
 
-    scalars = tuple([None if a is None else number_of(a) for a in fixed])
-    key = primitive, tuple(params.items()), eqn.ctx, scalars
+    def key() -> Hashable:
+        scalars = tuple([None if a is None else number_of(a) for a in fixed])
+        return primitive, tuple(params.items()), eqn.ctx, scalars
+
     rest = [a for a, scalar in zip(arrays, fixed, strict=True) if scalar is None]
     results: Arrays = emitter.call(run, key, rest)
     return results

@@ -13,7 +13,7 @@ What leaves it in 16 bits is cast inside of it, so that its gradient enters in 1
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,10 +36,13 @@ def emit_float32_call(emitter: Emitter, action: Float32Call, arrays: Arrays) -> 
     run: Callable[..., list[Any]] = partial(_run, action)
     if any(low):
         run = _recomputing(run, low, action)
-    narrow = tuple(None if cast is None else cast.dtype for cast in action.narrowed)
-    equations = content(action.invars, action.eqns, action.outvars)
-    others = low, narrow, tuple(action.shared), action.device_type
-    key = equations and (equations, others)
+
+    def key() -> Hashable:
+        equations = content(action.invars, action.eqns, action.outvars)
+        narrow = tuple(None if cast is None else cast.dtype for cast in action.narrowed)
+        others = low, narrow, tuple(action.shared), action.device_type
+        return equations and (equations, others)
+
     result: list[Any] = emitter.call(run, key, arrays)
     return result
 

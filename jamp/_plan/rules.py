@@ -192,8 +192,8 @@ def plan_cond(equation: Equation) -> list[Value]:
     for options in zip(*(branch.results for branch in branches), strict=True):
         sums = [v.traits.sums for v in options if v.number not in given]
         known = next((v for v in options if v.traits.probability), options[0])
-        sum_ = next(filter(None, sums), None)
-        traits.append(_handed_on(known, data=True, sums=sum_))
+        low = next(filter(None, sums), None)
+        traits.append(_handed_on(known, data=True, sums=low))
     return equation.add(branches, dtypes, [index, *inputs], traits)
 
 
