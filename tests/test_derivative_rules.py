@@ -161,7 +161,9 @@ def closing_over_an_argument(x, w):
 @pytest.mark.parametrize("transform", [lambda fn: fn, jax.jit])
 def test_a_rule_that_closes_over_an_argument_is_named_with_the_way_out(transform):
     gradient = jax.grad(closing_over_an_argument)(X, X)
-    words = "test_derivative_rules.py:.*closes over.*as an argument"
+    words = (
+        "test_derivative_rules.py:.*closes over.*as an argument.*autocast\\(jax.grad"
+    )
     with pytest.raises(jamp.JampError, match=words):
         transform(jax.grad(jamp.autocast(closing_over_an_argument)))(X, X)
     inside = transform(jamp.autocast(jax.grad(closing_over_an_argument)))(X, X)

@@ -72,9 +72,9 @@ def any_of(found_inf: Any, method: str) -> jax.Array:
             "that unscale returned" + (", or a new_scale" if method == "update" else "")
         )
     for flag in flags:
-        other = " (a scale to set is new_scale=...)" if method == "update" else ""
+        other = "a scale to set is new_scale=...; " if method == "update" else ""
         is_flag = is_number(flag) and not _is_scale_or_gradient(flag)
-        expect(is_flag, flag, f"found_inf must be what unscale returned{other},")
+        expect(is_flag, flag, f"{other}found_inf must be what unscale returned,")
     return jnp.stack([jnp.asarray(flag, bool).any() for flag in flags]).any()
 
 

@@ -150,8 +150,8 @@ def _loss_in(value: Any, has_aux: bool, holomorphic: bool) -> Any:
         loss = value[0]
     elif isinstance(value, tuple):
         raise ScalerTypeError(
-            "the loss returned a tuple: if it is (loss, aux), pass has_aux=True; if it "
-            "is (loss, gradients), give the loss itself, not what differentiates it"
+            "the loss returned a tuple; pass has_aux=True if it is (loss, aux), and if "
+            "it is (loss, gradients), give the loss itself, not what differentiates it"
         )
     if loss is None:
         raise ScalerTypeError("the loss function returned None: it lacks a return")
