@@ -74,6 +74,22 @@ def test_named_scopes_are_found_in_name_stacks(transform):
     )
 
 
+@jax.custom_vjp
+def straight_through(x):
+    return x * 2
+
+
+straight_through.defvjp(lambda x: (x * 2, None), lambda _, g: (g,))
+
+
+@pytest.mark.parametrize("function", [jax.nn.relu, straight_through])
+def test_calls_of_a_function_have_their_derivative_rules_in_common(function):
+    first, second = equations(lambda x: function(function(x)), 1.0)
+    assert _compat.rules_of(first) == _compat.rules_of(second) is not None, (
+        "the rules of an activation would be traced anew in every layer"
+    )
+
+
 def test_references_are_no_plain_arrays():
     def with_reference(x):
         ref = jax.new_ref(x)

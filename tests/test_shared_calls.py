@@ -1,5 +1,7 @@
 """Equal calls are planned and differentiated once; others share nothing."""
 
+from functools import partial
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -49,6 +51,51 @@ def test_the_rule_of_an_activation_is_planned_once_for_all_layers(planned):
     assert len(planned) == 1
 
 
+def counted_jvp(seen):
+    """A function that leaves word whenever its rule is traced."""
+    function = jax.custom_jvp(lambda x: x * jnp.tanh(x))
+
+    @function.defjvp
+    def rule(primals, tangents):
+        seen.append("jvp")
+        return function(*primals), jnp.tanh(primals[0]) * tangents[0]
+
+    return function
+
+
+def counted_vjp(seen):
+    function = jax.custom_vjp(lambda x: jnp.round(x))
+
+    def backward(x, g):
+        seen.append("backward")
+        return (jnp.where(jnp.abs(x) < 1, g, 0),)
+
+    def forward(x):
+        seen.append("forward")
+        return jnp.round(x), x
+
+    function.defvjp(forward, backward)
+    return function
+
+
+@pytest.mark.parametrize("make", [counted_jvp, counted_vjp])
+def test_the_rules_of_a_function_are_traced_once_for_all_layers(make):
+    def found(layers):
+        seen = []
+        function = make(seen)
+
+        def loss(x):
+            for _ in range(layers):
+                x = function(x @ W)
+            return x.sum()
+
+        # The policy keeps the function in 16 bits: elsewhere planning reads the rules.
+        jax.make_jaxpr(jax.grad(jamp.autocast(loss, device_type="gpu")))(X)
+        return seen
+
+    assert found(layers=4) == found(layers=1) != []
+
+
 def by_jvp(slope):
     """A function whose rule alone knows a number."""
     function = jax.custom_jvp(lambda x: x)
@@ -66,7 +113,41 @@ def by_jvp_of_array(slope):
     return by_jvp(jnp.full(8, slope))
 
 
-@pytest.mark.parametrize("make", [by_jvp, by_vjp, by_jvp_of_array])
+def by_argument(slope):
+    """A function with one rule, which takes the number as an argument."""
+    return partial(_scaled, slope)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _scaled(slope, x):
+    return x
+
+
+@_scaled.defjvp
+def _scaled_jvp(slope, primals, tangents):
+    return primals[0], slope * tangents[0]
+
+
+def by_structure(slope):
+    """A function with one rule, which does what the structure of its argument says."""
+    name = "double" if slope == 2.0 else "other"
+    return lambda x: _named({name: x})
+
+
+@jax.custom_jvp
+def _named(named):
+    return next(iter(named.values()))
+
+
+@_named.defjvp
+def _named_jvp(primals, tangents):
+    slope = 2.0 if "double" in primals[0] else 5.0
+    return _named(*primals), slope * _named(*tangents)
+
+
+@pytest.mark.parametrize(
+    "make", [by_jvp, by_vjp, by_jvp_of_array, by_argument, by_structure]
+)
 def test_rules_that_differ_in_a_number_alone_are_kept_apart(make):
     small, large = make(2.0), make(5.0)
 

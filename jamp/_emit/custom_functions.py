@@ -3,8 +3,8 @@
 What a rule does is known only when JAX asks for it, when the function is differentiated
 or batched. It is traced then, as written, through JAX's own transformation, and the
 program that results is planned and run under the policy of the function. This is the
-only place where something is planned while a plan runs. Rules of equal calls, as of the
-relu of every layer, are planned and run once.
+only place where something is planned while a plan runs. The rules of equal calls, as of
+the relu of every layer, are traced, planned and run once.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -19,6 +19,7 @@ from jax.extend.core import JaxprEqn, jaxprs_in_params
 from jax.tree_util import Partial
 
 from jamp import _dtypes, _primitives
+from jamp._compat import rules_of
 from jamp._emit.emitter import Arrays, Emitter, convert, emits
 from jamp._equations import bind, closed, constants, content_of
 from jamp._errors import AutocastError
@@ -39,18 +40,20 @@ from jamp._tracing.trace import outlived
 
 @emits("custom_jvp_call")
 def emit_custom_jvp(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
-    (inner,), eqn = action.plans, action.eqn
+    (inner,), eqn, region = action.plans, action.eqn, action.context.region
     count = len(inner.results)
 
     def rule(primals: Any, tangents: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         slots = [s for s in differentiable(eqn) if not _is_zero(tangents[s])]
         taken = [tangents[slot] for slot in slots]
-        program = _checked(eqn, trace_jvp(eqn, action.context.region, slots))
+        key = _rules_key(emitter, eqn, region, *slots)
+        traced = emitter.once(key, partial(trace_jvp, eqn, region, slots))
+        program = _checked(eqn, traced)
         # JAX may transpose what computes the tangents.
         context = action.context._replace(linear=True)
         values = [*_inputs(action), *map(Value, map(jax.typeof, taken))]
-        traced = _Rule(eqn, program, values, context, inner.dtypes * 2)
-        outs = traced.run(emitter, [*primals, *taken])
+        called = _Rule(eqn, program, values, context, inner.dtypes * 2)
+        outs = called.run(emitter, [*primals, *taken])
         zeros = zero_results(program)[count:]
         return outs[:count], tuple(
             SymbolicZero(jax.typeof(tangent)) if zero else tangent
@@ -68,7 +71,9 @@ def emit_custom_vjp(emitter: Emitter, action: Structural, arrays: Arrays) -> Arr
     (inner,), eqn, context = action.plans, action.eqn, action.context
     outs = len(inner.results)
     takes_zeros = eqn.params.get("symbolic_zeros", False)
-    rules = VjpRules(eqn, context.region)
+    region = context.region
+    key = _rules_key(emitter, eqn, region)
+    rules = emitter.once(key, partial(VjpRules, eqn, region))
 
     def fwd(*primals: Any) -> tuple[tuple[Any, ...], Any]:
         slots = tuple(s for s in differentiable(eqn) if primals[s].perturbed)
@@ -88,7 +93,7 @@ def emit_custom_vjp(emitter: Emitter, action: Structural, arrays: Arrays) -> Arr
             ]
             taken = [*residuals, *arrays]
             dtypes = [action.operands[slot].dtype for slot in slots]
-            inputs = inputs_like(backward, taken, context.region)
+            inputs = inputs_like(backward, taken, region)
             rule = _Rule(eqn, backward, inputs, context, dtypes)
             gradients = rule.run(emitter, taken)
             # Those of other rules are arrays: JAX 0.10 fails on zeros in some loops.
@@ -126,6 +131,12 @@ def emit_custom_vmap(emitter: Emitter, action: Structural, arrays: Arrays) -> Ar
     function = jax.custom_batching.custom_vmap(_primal(emitter, action))
     function.def_vmap(rule)
     return list(function(*arrays))
+
+
+def _rules_key(emitter: Emitter, eqn: JaxprEqn, *others: Hashable) -> Hashable:
+    """What rules have in common that are the same as traced; None if it is unknown."""
+    known = rules_of(eqn) if emitter.share else None
+    return known and (known, tuple([var.aval for var in eqn.invars]), eqn.ctx, others)
 
 
 def _checked(eqn: JaxprEqn, rule: Any) -> Any:

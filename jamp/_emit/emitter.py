@@ -45,7 +45,7 @@ class Emitter:
     def __init__(self, share: bool) -> None:
         # Whether equal calls are one function, which has the lines of one of them.
         self.share = share
-        self._programs: dict[Any, Any] = {}
+        self._made: dict[Hashable, Any] = {}
         # Jitted functions by what they compute.
         self._functions: dict[Hashable, Callable[..., Any]] = {}
 
@@ -93,12 +93,18 @@ class Emitter:
         """
         avals = tuple(map(jax.typeof, arrays))
         dtypes = tuple(plan.dtypes if into is None else into)
-        key = plan, avals, dtypes
-        if key not in self._programs:
-            self._programs[key] = jax.make_jaxpr(
-                lambda *arrays: convert_all(self.run(plan, arrays), dtypes)
-            )(*avals)
-        return self._programs[key]
+        make = jax.make_jaxpr(
+            lambda *arrays: convert_all(self.run(plan, arrays), dtypes)
+        )
+        return self.once((plan, avals, dtypes), lambda: make(*avals))
+
+    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What is made for a key, the first time; without a key it is made anew."""
+        if not _is_hashable(key):
+            return make()
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
 
 @contextmanager
