@@ -8,6 +8,7 @@ import jax
 
 from jamp import _dtypes
 from jamp._autocast import autocast, is_autocast_enabled
+from jamp._errors import AutocastTypeError
 from jamp._tracing import regions
 from jamp._tracing.checks import check_function, is_array
 from jamp._tracing.regions import check_floating
@@ -75,6 +76,7 @@ def custom_fwd(
             custom_fwd, device_type=device_type, cast_inputs=cast_inputs
         )
     check_function("custom_fwd", fn)
+    _refuse_without_rules(fn)
 
     @functools.wraps(fn)
     def with_own_dtypes(*args: Any, **kwargs: Any) -> Any:
@@ -128,6 +130,15 @@ def custom_bwd(
     if fn is not None:
         check_function("custom_bwd", fn)
     return custom_fwd(fn, device_type=device_type, cast_inputs=cast_inputs)
+
+
+def _refuse_without_rules(fn: Any) -> None:
+    if isinstance(fn, jax.custom_vjp) and fn.bwd is None:
+        raise AutocastTypeError(
+            "custom_fwd takes a function or a rule, got a jax.custom_vjp that has no "
+            "rules yet, whose defvjp it would hide: put @jax.custom_vjp above "
+            "@jamp.custom_fwd"
+        )
 
 
 def _cast(leaf: Any, dtype: _dtypes.DType) -> Any:

@@ -153,6 +153,11 @@ def test_a_decorated_function_keeps_its_name():
         ({"device_type": "npu"}, jamp.AutocastError, "unknown device_type"),
         ({"device_type": 1}, jamp.AutocastTypeError, "must be a str"),
         ({"fn": 3}, jamp.AutocastTypeError, "takes a function, got int"),
+        (
+            {"fn": jax.custom_vjp(jnp.sin)},
+            jamp.AutocastTypeError,
+            "put @jax.custom_vjp",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(decorator, arguments, error, words):
