@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from jamp import _dtypes
-from jamp._compat import under_trace
+from jamp._compat import api_boundary, under_trace
 from jamp._emit import emit
 from jamp._errors import AutocastError, AutocastTypeError
 from jamp._lowerings.processor import warn_if_slow
@@ -131,6 +131,7 @@ class Autocast:
         eager_programs = _Programs()
 
         # Not the attributes: a module is callable and full of them.
+        @api_boundary
         @functools.wraps(fn, updated=())
         def under_autocast(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             options = self._arguments.options()

@@ -14,6 +14,9 @@ from typing import Any
 
 import jax
 
+# Nothing public leaves a library's files out of tracebacks, as JAX does its own.
+from jax._src import traceback_util as _traceback_util
+
 # No public name gives the settings (x64, mesh, matmul precision ...) that a trace
 # depends on and that jax.jit itself keys its caches on.
 from jax._src.config import trace_context as trace_context
@@ -33,6 +36,10 @@ from jax._src.lax import lax as _lax
 # names of transformations.
 from jax._src.source_info_util import Scope as _Scope
 from jax.extend.core import JaxprEqn, Primitive
+
+_traceback_util.register_exclusion(os.path.dirname(__file__))
+# What it wraps raises with such a traceback.
+api_boundary = _traceback_util.api_boundary
 
 # Code objects, innermost first, and the offset of the instruction in each.
 Frames = tuple[Sequence[CodeType], Sequence[int]]

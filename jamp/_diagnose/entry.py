@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jamp._autocast import unwrapped
+from jamp._compat import api_boundary
 from jamp._diagnose import judge
 from jamp._diagnose.cure import cure
 from jamp._diagnose.diagnosis import (
@@ -83,6 +84,7 @@ def diagnose(
     scale = _checked_scale(loss_scale)
     fn, named = unwrapped(fn, named_arguments("diagnose", autocast_options))
 
+    @api_boundary
     def diagnosed(*args: Any, **kwargs: Any) -> Diagnosis:
         chosen = () if scale is None else argnums
         subject = Subject.of(fn, args, kwargs, chosen, has_aux)

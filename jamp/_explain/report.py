@@ -10,6 +10,7 @@ from typing import Any, Never
 import jax
 from jax.extend.core import jaxpr_as_fun
 
+from jamp._compat import api_boundary
 from jamp._emit import emit
 from jamp._errors import AutocastError
 from jamp._explain import html, text
@@ -143,6 +144,7 @@ def explain(
     named = regions.named_arguments("explain", autocast_options)
     check_function("explain", fn, inputs)
 
+    @api_boundary
     def explained(*args: Any, **kwargs: Any) -> Report:
         options = named.options()
         call = nnx_modules.prepare(fn, args, kwargs)

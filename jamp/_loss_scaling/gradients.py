@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr, tree_leaves_with_path
 
+from jamp._compat import api_boundary
 from jamp._errors import ScalerTypeError
 from jamp._loss_scaling.arguments import is_number, scaled
 from jamp._loss_scaling.transformation import find_scale
@@ -81,7 +82,7 @@ def value_and_grad(
 
     # The signature of the loss lacks the first argument.
     del scaled_value_and_grad.__wrapped__
-    return scaled_value_and_grad
+    return api_boundary(scaled_value_and_grad)
 
 
 def _of_arrays(

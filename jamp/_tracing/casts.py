@@ -25,9 +25,9 @@ _CONVERSION = {"new_dtype": _dtypes.FLOAT32, "weak_type": False, "sharding": Non
 def make_jaxpr(fn: Callable[..., Any], options: regions.Options) -> Callable[..., Any]:
     """Like `jax.make_jaxpr`, with options in force."""
 
-    def traced(*args: Any) -> Any:
+    def traced(*args: Any, **kwargs: Any) -> Any:
         with regions.tracing(options), seeing_casts(_marked):
-            program = jax.make_jaxpr(fn)(*args)
+            program = jax.make_jaxpr(fn)(*args, **kwargs)
         return replaced(program, _is_mark, _as_cast, {})
 
     return traced

@@ -68,7 +68,8 @@ def trace(fn: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> T
     positions = _positions(leaves)
     out: dict[str, Any] = {}
 
-    def flat(arrays: list[Any]) -> list[Any]:
+    def flat(*args: Any, **kwargs: Any) -> list[Any]:
+        arrays = jax.tree.leaves((args, kwargs))
         filled = with_arrays(leaves, positions, arrays)
         inner_args, inner_kwargs = jax.tree.unflatten(tree, filled)
         try:
@@ -88,8 +89,17 @@ def trace(fn: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> T
         return [found[position] for position in out["positions"]]
 
     pass_for(fn, flat)
-    arrays = [leaves[position] for position in positions]
-    program = _as_written(make_jaxpr(flat, options), arrays, out)
+    with suppress(TypeError, ValueError):
+        flat.__signature__ = inspect.signature(fn)  # type: ignore[attr-defined]
+    make = make_jaxpr(flat, options)
+
+    def traced(arrays: list[Any]) -> Any:
+        # By their places JAX names arguments. What is no array is no argument for it.
+        found = with_arrays([None] * len(leaves), positions, arrays)
+        args, kwargs = jax.tree.unflatten(tree, found)
+        return make(*args, **kwargs)
+
+    program = _as_written(traced, [leaves[position] for position in positions], out)
 
     def rebuild(results: Sequence[Any]) -> Any:
         of_functions, positions = out["of_functions"], out["positions"]
