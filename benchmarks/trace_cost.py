@@ -1,13 +1,16 @@
-"""What autocast adds to tracing and lowering a training step.
+"""What autocast adds to tracing and lowering a training step, and inference.
 
-For each network and depth, `value_and_grad` of the loss is traced and lowered in turn
-as written and under autocast, from empty caches. Reported are the medians, in seconds
-of processor time, and the median of the ratios of the pairs. The networks are a
-transformer, and one of dense layers and relu, which is little to trace as written.
+For each network and depth, `value_and_grad` of the loss, or the loss alone, is traced
+and lowered in turn as written and under autocast, from empty caches. Reported are the
+medians, in seconds of processor time, and the median of the ratios of the pairs. The
+networks are a transformer, and one of dense layers and relu, which is little to trace
+as written.
 """
 
+import gc
 import time
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import flax.linen as nn
@@ -23,6 +26,7 @@ from rich.table import Table
 import jamp
 
 DEPTHS = (3, 6, 12, 24)
+MODES = {"training": jax.value_and_grad, "inference": lambda loss: loss}
 PAIRS = 11
 WIDTH = 64
 VOCABULARY = 128
@@ -74,34 +78,40 @@ def make_loss(
     return loss, params, tokens
 
 
-def seconds(loss: Callable[..., jax.Array], params: Any, tokens: jax.Array) -> float:
-    """Processor time of tracing and lowering value_and_grad from empty caches."""
+def seconds(function: Callable[..., Any], params: Any, tokens: jax.Array) -> float:
+    """Processor time of tracing and lowering a function from empty caches."""
     jax.clear_caches()
-    step = jax.jit(jax.value_and_grad(loss))
+    gc.collect()
+    jitted = jax.jit(function)
     start = time.process_time()
-    step.trace(params, tokens).lower()
+    jitted.trace(params, tokens).lower()
     return time.process_time() - start
 
 
-def measure(network: str, depth: int) -> dict[str, Any]:
+def measure(network: str, depth: int, mode: str) -> dict[str, Any]:
     """Medians over interleaved pairs, after one pair that is not counted."""
     loss, params, tokens = make_loss(network, depth)
+    transform = MODES[mode]
     pairs = []
-    for _ in track(range(PAIRS + 1), f"{network}, depth {depth}"):
-        plain = seconds(loss, params, tokens)
-        pairs.append((plain, seconds(jamp.autocast(loss), params, tokens)))
+    for _ in track(range(PAIRS + 1), f"{network}, depth {depth}, {mode}"):
+        plain, cast = (
+            seconds(transform(fn), params, tokens) for fn in (loss, jamp.autocast(loss))
+        )
+        pairs.append((plain, cast))
     del pairs[0]
-    return {"network": network, "depth": depth, **medians_of_pairs(pairs)}
+    named = {"network": network, "depth": depth, "mode": mode}
+    return named | medians_of_pairs(pairs)
 
 
 def main() -> None:
-    figures = [measure(network, depth) for network in NETWORKS for depth in DEPTHS]
-    columns = "network", "depth", "float32", "autocast", "ratio", "autocast per layer"
-    table = Table(*columns)
+    figures = [measure(*row) for row in product(NETWORKS, DEPTHS, MODES)]
+    columns = "network depth mode float32 autocast ratio".split()
+    table = Table(*columns, "autocast per layer")
     for row in figures:
         table.add_row(
             row["network"],
             str(row["depth"]),
+            row["mode"],
             f"{row['float32_seconds']:.2f} s",
             f"{row['autocast_seconds']:.2f} s",
             f"{row['ratio']:.2f}",
