@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching
@@ -52,8 +53,9 @@ def _widened(array: Any) -> Any:
     """
     if jax.typeof(array).dtype != BFLOAT16:
         return array
-    bits = lax.bitcast_convert_type(array, jnp.uint16).astype(jnp.uint32)
-    return lax.bitcast_convert_type(bits << 16, FLOAT32)
+    bits = lax.bitcast_convert_type(array, jnp.uint16)
+    wide = lax.convert_element_type(bits, jnp.uint32)
+    return lax.bitcast_convert_type(lax.shift_left(wide, np.uint32(16)), FLOAT32)
 
 
 def _jvp(
