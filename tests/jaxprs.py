@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jamp._equations import equations
+from jamp._lowerings.processor import CONVERTS_STACKS
 
 LOW = (np.dtype(np.float16), np.dtype(jnp.bfloat16))
 
@@ -42,9 +43,15 @@ def factors(eqn):
 
 
 def matmul_dtypes(jaxpr):
-    """Dtypes of the two operands of each matmul and convolution."""
+    """Dtypes of the two operands of each matmul and convolution, as it multiplies them.
+
+    Those in loops take float32 where stacks are float32, and cast it themselves.
+    """
     return [
-        tuple(var.aval.dtype.name for var in eqn.invars[:2])
+        tuple(
+            ((CONVERTS_STACKS and eqn.params.get("dtype")) or var.aval.dtype).name
+            for var in eqn.invars[:2]
+        )
         for eqn in equations(jaxpr)
         if "dot_general" in eqn.primitive.name or "conv_general" in eqn.primitive.name
     ]

@@ -10,6 +10,7 @@ import pytest
 from jaxprs import equations
 
 import jamp
+from jamp._lowerings.processor import CONVERTS_STACKS
 
 WIDE = (64, 128)
 
@@ -128,7 +129,7 @@ class Lstm(nn.Module):
 
 @pytest.mark.parametrize("device_type", ["gpu", "cpu"])
 @pytest.mark.parametrize("Model", [Transformer, Lstm])
-def test_a_model_saves_less_than_seven_tenths_of_float32(Model, device_type):
+def test_a_model_saves_less_than_float32(Model, device_type):
     tokens = jnp.zeros((2, 64), jnp.int32)
     params = jax.eval_shape(Model().init, jax.random.key(0), tokens)
 
@@ -141,7 +142,10 @@ def test_a_model_saves_less_than_seven_tenths_of_float32(Model, device_type):
         found = program_figures.saved_for_backward(fn, params, tokens)
         return program_figures.bytes_saved(found)["total"]
 
-    assert total(jamp.autocast(loss, device_type=device_type)) < 0.7 * total(loss)
+    # On CPUs with JAX 0.10 what a loop stacks is float32.
+    stacks = Model is Lstm and device_type == "cpu" and CONVERTS_STACKS
+    most = 0.8 if stacks else 0.7
+    assert total(jamp.autocast(loss, device_type=device_type)) < most * total(loss)
 
 
 # log_softmax and standardize end in a jitted function, whose caller casts the result.

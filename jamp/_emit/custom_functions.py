@@ -20,7 +20,8 @@ from jax.tree_util import Partial
 
 from jamp import _dtypes, _primitives
 from jamp._compat import rules_of
-from jamp._emit.emitter import Arrays, Emitter, convert, emits
+from jamp._emit.conversions import convert
+from jamp._emit.emitter import Arrays, Emitter, emits
 from jamp._equations import bind, closed, constants, content_of
 from jamp._errors import AutocastError
 from jamp._plan.derivative_rules import (

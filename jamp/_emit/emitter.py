@@ -1,6 +1,6 @@
 """The loop over a plan's actions, and those that are one binding or conversion."""
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import groupby
 from typing import Any
@@ -9,10 +9,11 @@ import jax
 import numpy as np
 from jax.extend.core import JaxprEqn
 from jax.extend.source_info_util import current_name_stack, user_context
-from jax.sharding import get_abstract_mesh, use_abstract_mesh
 
 from jamp import _dtypes
 from jamp._compat import INLINE, settings, under_trace
+from jamp._emit.conversions import convert, convert_all
+from jamp._emit.iterations import Iteration
 from jamp._equations import bind_primitive, number_of
 from jamp._lowerings.lower import lowering
 from jamp._plan.plan import Action, Bind, Broadcast, Cast, Plan
@@ -45,13 +46,24 @@ class Emitter:
     def __init__(self, share: bool) -> None:
         # Whether equal calls are one function, which has the lines of one of them.
         self.share = share
+        # The places of operands of the action at hand that vary, as in `run`.
+        self.varying: Collection[int] = ()
         self._made: dict[Hashable, Any] = {}
         # Jitted functions by what they compute.
         self._functions: dict[Hashable, Callable[..., Any]] = {}
 
-    def run(self, plan: Plan, arrays: Sequence[Any]) -> list[Any]:
-        inputs = [*plan.inputs, *plan.extras.values()]
-        env = {v.number: array for v, array in zip(inputs, arrays, strict=True)}
+    def run(
+        self, plan: Plan, arrays: Sequence[Any], varying: Collection[int] = ()
+    ) -> list[Any]:
+        """The results of a plan.
+
+        Args:
+          varying: the places of inputs of which a loop has others in each iteration, if
+            what it saves of these is to be float32.
+        """
+        given = plan.arguments
+        env = {v.number: array for v, array in zip(given, arrays, strict=True)}
+        iteration = Iteration(given[place] for place in varying)
 
         def read(value: Value) -> Any:
             return env[value.number] if value.known is None else value.known
@@ -60,11 +72,18 @@ class Emitter:
             with _source_of(*source) if source else nullcontext():
                 for action in actions:
                     taken = [read(value) for value in action.operands]
-                    kind = getattr(action, "kind", type(action))
-                    made = _emissions[kind](self, action, taken)
+                    made = self._emit(action, taken, iteration)
                     for value, array in zip(action.results, made, strict=True):
                         env[value.number] = array
         return [read(value) for value in plan.results]
+
+    def _emit(self, action: Action, arrays: list[Any], iteration: Iteration) -> Arrays:
+        emission = _emissions[getattr(action, "kind", type(action))]
+        self.varying = iteration.varying(action)
+        if not self.varying:
+            return emission(self, action, arrays)
+        taken = iteration.saved(action, arrays, self.varying)
+        return iteration.made(action, emission(self, action, taken))
 
     def call(
         self,
@@ -85,18 +104,25 @@ class Emitter:
             self._functions[found] = jax.jit(function, inline=INLINE)
         return self._functions[found](*arrays)
 
-    def closed(self, plan: Plan, arrays: Sequence[Any], *, into: Any = None) -> Any:
+    def closed(
+        self,
+        plan: Plan,
+        arrays: Sequence[Any],
+        *,
+        into: Any = None,
+        varying: Collection[int] = (),
+    ) -> Any:
         """The closed jaxpr of an inner plan, the same one wherever it is the same.
 
-        It is for inputs and extras like these arrays, and has results in the dtypes
-        `into`, if they are others than planned.
+        It is for inputs and extras like these arrays, some of which vary as in `run`,
+        and has results in the dtypes `into`, if they are others than planned.
         """
         avals = tuple(map(jax.typeof, arrays))
         dtypes = tuple(plan.dtypes if into is None else into)
         make = jax.make_jaxpr(
-            lambda *arrays: convert_all(self.run(plan, arrays), dtypes)
+            lambda *arrays: convert_all(self.run(plan, arrays, varying), dtypes)
         )
-        return self.once((plan, avals, dtypes), lambda: make(*avals))
+        return self.once((plan, avals, dtypes, *varying), lambda: make(*avals))
 
     def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """What is made for a key, the first time; without a key it is made anew."""
@@ -122,24 +148,6 @@ def _is_hashable(key: Any) -> bool:
     except TypeError:
         return False
     return key is not None
-
-
-def convert(array: Any, dtype: Any) -> Any:
-    """An array in a dtype, on the mesh that it lives on."""
-    if jax.typeof(array).dtype == dtype:
-        return array
-    mesh, current = jax.typeof(array).sharding.mesh, get_abstract_mesh()
-    # An equation may lead from one mesh to another.
-    leads = not (mesh.empty or current.empty or mesh == current)
-    with use_abstract_mesh(mesh) if leads else nullcontext():
-        return jax.lax.convert_element_type(array, dtype)
-
-
-def convert_all(arrays: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
-    return [
-        array if dtype is None else convert(array, dtype)
-        for array, dtype in zip(arrays, dtypes, strict=True)
-    ]
 
 
 @emits(Cast)

@@ -14,7 +14,9 @@ from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes
 from jamp._compat import scan_counts
-from jamp._emit.emitter import Arrays, Emitter, convert, convert_all, emits
+from jamp._emit.conversions import convert, convert_all
+from jamp._emit.emitter import Arrays, Emitter, emits
+from jamp._emit.iterations import stackable, stacks_in_float32
 from jamp._equations import bind
 from jamp._plan.plan import Structural
 
@@ -30,7 +32,7 @@ def emit_jit(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
     return bind(
         action.eqn,
         arrays,
-        jaxpr=emitter.closed(action.plans[0], arrays),
+        jaxpr=emitter.closed(action.plans[0], arrays, varying=emitter.varying),
         in_shardings=shardings,
         in_layouts=layouts,
         donated_invars=(*params["donated_invars"], *(False for _ in slots)),
@@ -39,8 +41,11 @@ def emit_jit(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
 
 @emits("cond")
 def emit_cond(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
+    # Of what a branch takes JAX saves everything for each iteration.
+    varying = range(len(arrays) - 1) if emitter.varying else ()
     branches = tuple(
-        emitter.closed(plan, arrays[1:], into=action.dtypes) for plan in action.plans
+        emitter.closed(plan, arrays[1:], into=action.dtypes, varying=varying)
+        for plan in action.plans
     )
     return bind(action.eqn, arrays, branches=branches)
 
@@ -48,8 +53,10 @@ def emit_cond(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
 @emits("remat2")
 def emit_checkpoint(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
     params, (plan,) = action.eqn.params, action.plans
+    # They may be wider than planned: the loop that it stands in saves them so.
+    dtypes = [value.dtype for value in plan.arguments]
     function = jax.checkpoint(
-        lambda *arrays: emitter.run(plan, arrays),
+        lambda *arrays: emitter.run(plan, convert_all(arrays, dtypes)),
         prevent_cse=params["prevent_cse"],
         policy=params["policy"],
     )
@@ -137,6 +144,8 @@ def emit_scan(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
         for array in arrays[:count]
     ]
     narrow = list(map(lax.stop_gradient, [*arrays[:count], *arrays[end:]]))
+    in_float32 = stacks_in_float32(action)
+    varying = range(count, end) if in_float32 else ()
 
     def step(carried: Sequence[Any], slices: Sequence[Any]) -> tuple[Any, Any]:
         sources = [*wide, *(wide[slot] for slot in slots)]
@@ -145,9 +154,10 @@ def emit_scan(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
             for array, own in zip(sources, narrow, strict=True)
         ]
         taken = [*shared[:count], *carried, *slices, *shared[count:]]
-        results = emitter.run(plan, taken)
+        results = emitter.run(plan, taken, varying)
         carried = convert_all(results[:num_carry], action.dtypes[:num_carry])
-        return carried, results[num_carry:]
+        given = results[num_carry:]
+        return carried, stackable(given) if in_float32 else given
 
     final, stacked = lax.scan(
         step,
@@ -157,7 +167,7 @@ def emit_scan(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
         reverse=params["reverse"],
         unroll=params["unroll"],
     )
-    return [*final, *stacked]
+    return [*final, *convert_all(stacked, action.dtypes[num_carry:])]
 
 
 @emits("while")

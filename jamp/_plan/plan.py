@@ -133,6 +133,11 @@ class Plan:
     changed: bool = False  # whether anything differs from the program as traced
 
     @property
+    def arguments(self) -> Values:
+        """What it is handed: its inputs, and after them casts of these."""
+        return [*self.inputs, *self.extras.values()]
+
+    @property
     def dtypes(self) -> tuple[Any, ...]:
         return tuple([value.dtype for value in self.results])
 
