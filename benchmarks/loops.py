@@ -1,0 +1,128 @@
+"""What autocast costs and gains in loops, by their length.
+
+Each loop is a `jax.lax.scan`: a recurrence written by hand, products of what it goes
+over, two recurrent layers of Flax, and layers of a transformer, one after the other.
+The gradient of its loss, and the loss alone, are timed in turn as written and under
+autocast. Reported are the medians, in seconds, the median of the ratios of the pairs,
+and the temporary memory of the compiled programs.
+"""
+
+import time
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+from measuring import medians_of_pairs
+from results_file import write_results
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import jamp
+
+MODES = {"training": jax.grad, "inference": lambda loss: loss}
+PAIRS = 9
+BATCH, WIDTH = 16, 128
+LENGTHS = {
+    "recurrence": (64, 256, 1024),
+    "products": (64, 256, 1024),
+    "LSTM": (64, 256, 1024),
+    "GRU": (64, 256, 1024),
+    "transformer": (4, 16),
+}
+
+
+def recurrence(weights: jax.Array, xs: jax.Array) -> jax.Array:
+    final, _ = lax.scan(lambda h, x: (jnp.tanh(x + h @ weights), None), xs[0], xs)
+    return final
+
+
+def products(weights: jax.Array, xs: jax.Array) -> jax.Array:
+    return lax.map(lambda x: x @ weights, xs)
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        y = nn.LayerNorm()(x)
+        x = x + nn.MultiHeadDotProductAttention(num_heads=4)(y, y)
+        y = nn.gelu(nn.Dense(4 * WIDTH)(nn.LayerNorm()(x)))
+        return x + nn.Dense(WIDTH)(y), None
+
+
+def make_model(name: str, length: int) -> tuple[Callable[..., jax.Array], Any, Any]:
+    """A loop as a function of parameters and inputs, the parameters and inputs."""
+    key = jax.random.key(0)
+    xs = jax.random.normal(key, (length, BATCH, WIDTH))
+    weights = jax.random.normal(key, (WIDTH, WIDTH)) / WIDTH**0.5
+    if name == "recurrence":
+        return recurrence, weights, xs
+    if name == "products":
+        return products, weights, xs
+    if name == "transformer":
+        layers = nn.scan(
+            Block,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=length,
+        )()
+        x = jax.random.normal(key, (4, 64, WIDTH))
+        variables = layers.init(key, x, None)
+        return lambda v, x: layers.apply(v, x, None)[0], variables, x
+    cell = nn.OptimizedLSTMCell(WIDTH) if name == "LSTM" else nn.GRUCell(WIDTH)
+    layer = nn.RNN(cell, time_major=True)
+    return layer.apply, layer.init(key, xs), xs
+
+
+def measure(name: str, length: int, mode: str) -> dict[str, Any]:
+    """Medians over interleaved pairs, after one pair that is not counted."""
+    model, params, inputs = make_model(name, length)
+
+    def loss(params: Any, inputs: jax.Array) -> jax.Array:
+        return jnp.mean(model(params, inputs) ** 2)
+
+    programs = [
+        jax.jit(MODES[mode](fn)).lower(params, inputs).compile()
+        for fn in (loss, jamp.autocast(loss))
+    ]
+
+    def seconds(program: Any) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(program(params, inputs))
+        return time.perf_counter() - start
+
+    description = f"{name}, length {length}, {mode}"
+    pairs = [
+        tuple(map(seconds, programs)) for _ in track(range(PAIRS + 1), description)
+    ]
+    plain, cast = (p.memory_analysis().temp_size_in_bytes for p in programs)
+    named = {"loop": name, "length": length, "mode": mode}
+    memory = {"float32_temporary_bytes": plain, "autocast_temporary_bytes": cast}
+    return named | medians_of_pairs(pairs[1:]) | memory
+
+
+def main() -> None:
+    rows = [(name, length) for name, lengths in LENGTHS.items() for length in lengths]
+    figures = [measure(*row, mode) for row, mode in product(rows, MODES)]
+    table = Table("loop", "length", "mode", "float32", "autocast", "time", "memory")
+    for row in figures:
+        plain, cast = (row[f"{n}_temporary_bytes"] for n in ("float32", "autocast"))
+        table.add_row(
+            row["loop"],
+            str(row["length"]),
+            row["mode"],
+            f"{row['float32_seconds'] * 1e3:.1f} ms",
+            f"{row['autocast_seconds'] * 1e3:.1f} ms",
+            f"{row['ratio']:.2f}",
+            f"{cast / plain:.2f}" if plain else "-",
+        )
+    Console().print(table)
+    print(f"written: {write_results('loops', {'loops': figures})}")
+
+
+if __name__ == "__main__":
+    main()
