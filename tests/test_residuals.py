@@ -142,7 +142,7 @@ def test_a_model_saves_less_than_float32(Model, device_type):
         found = program_figures.saved_for_backward(fn, params, tokens)
         return program_figures.bytes_saved(found)["total"]
 
-    # On CPUs with JAX 0.10 what a loop stacks is float32.
+    # On CPUs with older JAX what a loop stacks is float32.
     stacks = Model is Lstm and device_type == "cpu" and CONVERTS_STACKS
     most = 0.8 if stacks else 0.7
     assert total(jamp.autocast(loss, device_type=device_type)) < most * total(loss)

@@ -13,8 +13,8 @@ from jaxprs import equations
 import jamp
 
 LENGTH, SIZE = 7, 4
-# XLA of JAX 0.10 for CPUs converts all of a stack of bfloat16 to put one more on it.
-STACKS_16_BITS = jaxlib.version.__version_info__ >= (0, 11)
+# Before, XLA for CPUs converts all of a stack of bfloat16 to put one more on it.
+STACKS_16_BITS = jaxlib.version.__version_info__ >= (0, 11, 2)
 
 autocast = functools.partial(jamp.autocast, device_type="cpu", dtype=jnp.bfloat16)
 

@@ -1,8 +1,9 @@
 """What an iteration of a loop computes, and the dtype in which the loop stacks it.
 
 A loop stacks what its iterations give and, for the backward pass, what they save. On
-CPUs XLA of JAX 0.10 converts the whole of a stack of bfloat16 to put one more on it: a
-loop takes time with the square of its length. There, what is stacked is float32.
+CPUs XLA of JAX 0.10, up to 0.11.1, converts the whole of a stack of bfloat16 to put one
+more on it: a loop takes time with the square of its length. There, what is stacked is
+float32.
 """
 
 from collections.abc import Collection, Iterable, Sequence

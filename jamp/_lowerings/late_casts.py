@@ -21,7 +21,7 @@ from jax.interpreters import mlir
 Value = ir.Value[Any]
 
 # Before, XLA drops barriers before it decides what to run first.
-KEEPS_BARRIERS = jaxlib.version.__version_info__ >= (0, 11)
+KEEPS_BARRIERS = jaxlib.version.__version_info__ >= (0, 11, 1)
 _BARRIER, _TRANSPOSE = "stablehlo.optimization_barrier", "stablehlo.transpose"
 _OURS, _MARK = "mhlo.frontend_attributes", "late_cast"
 # What reads an argument to cast it.

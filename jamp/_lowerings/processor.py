@@ -19,7 +19,7 @@ _OF_X86 = {"avx512_bf16", "amx_bf16"}
 _MULTIPLIES = {*_OF_X86, "bf16"}
 
 # Whether XLA converts all of a stack of bfloat16 to put one more on it.
-CONVERTS_STACKS = jaxlib.version.__version_info__ < (0, 11)
+CONVERTS_STACKS = jaxlib.version.__version_info__ < (0, 11, 2)
 
 
 @cache
