@@ -104,7 +104,7 @@ def _cast_outputs(result: Any, dtype: Any) -> Any:
         # It may come in another dtype than it was traced in, and a cast to this one
         # would leave no equation; here is one that leaves it as it is.
         bits = jax.numpy.finfo(dtype)
-        with regions.region(replace(outer, enabled=False)):
+        with regions.as_written(f"output_dtype={dtype}"):
             return jax.lax.reduce_precision(leaf, bits.nexp, bits.nmant)
 
     if dtype is None:

@@ -7,7 +7,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 import jax
 
 from jamp import _dtypes
-from jamp._autocast import autocast, is_autocast_enabled
+from jamp._autocast import is_autocast_enabled
 from jamp._errors import AutocastTypeError
 from jamp._tracing import regions
 from jamp._tracing.checks import check_function, is_array
@@ -77,12 +77,13 @@ def custom_fwd(
         )
     check_function("custom_fwd", fn)
     _refuse_without_rules(fn)
+    source = f"cast_inputs={dtype} of {getattr(fn, '__name__', 'a function')}"
 
     @functools.wraps(fn)
     def with_own_dtypes(*args: Any, **kwargs: Any) -> Any:
         if dtype is None or not is_autocast_enabled(device_type):
             return fn(*args, **kwargs)
-        with autocast(enabled=False):
+        with regions.as_written(source):
             args, kwargs = jax.tree.map(lambda leaf: _cast(leaf, dtype), (args, kwargs))
             return fn(*args, **kwargs)
 

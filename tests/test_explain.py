@@ -239,6 +239,16 @@ def test_a_disabled_region_is_given_as_the_reason():
     assert "region with enabled=False" in str(report)
 
 
+def test_cast_inputs_are_given_as_the_reason():
+    @jamp.custom_fwd(cast_inputs=jnp.float32)
+    def gram(x):
+        return x @ x.T
+
+    report = jamp.explain(gram, device_type="gpu")(X)
+    (record,) = [r for r in report.records if r.primitive == "dot_general"]
+    assert record.ruling.source == "cast_inputs=float32 of gram"
+
+
 def test_a_scope_is_given_as_the_reason():
     def fn(x):
         with jax.named_scope("head"):

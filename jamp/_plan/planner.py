@@ -279,7 +279,7 @@ def user_ruling(scope: Scope) -> Ruling | None:
     # Which patterns have matched is noted where a region decides, too.
     found = policy.scope_rule(scope.names) if policy.scopes else None
     if not scope.options.enabled:
-        return Ruling(Rule.AS_TRACED, Origin.REGION)
+        return Ruling(Rule.AS_TRACED, Origin.REGION, scope.options.source)
     return found and Ruling(found[1], Origin.SCOPE, found[0], policy.name)
 
 

@@ -38,7 +38,8 @@ class Ruling(NamedTuple):
     # What gave it: a region with `enabled=False`, an entry of the policy, or, where the
     # policy's entry cannot hold, the equation itself.
     origin: Origin
-    entry: str | Function = ""  # pattern of a scope, function, or name of a primitive
+    # What made the region, pattern of a scope, function, or name of a primitive.
+    entry: str | Function = ""
     policy: str = ""  # the policy's name
 
     @property
@@ -62,7 +63,7 @@ class Ruling(NamedTuple):
 
 
 _SOURCES = {
-    Origin.REGION: "region with enabled=False",
+    Origin.REGION: "{0.label}",
     Origin.DEFAULT: "{0.label} is unknown to {0.policy}",
     Origin.OPAQUE: "{0.label} runs only in the dtypes it was traced in",
     Origin.ELEMENTWISE: "{0.label} that adds nothing up is elementwise",

@@ -8,7 +8,7 @@ transformation.
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -31,6 +31,7 @@ class Options:
     device_type: str
     enabled: bool = True
     cache_enabled: bool = True
+    source: str = "region with enabled=False"  # of a disabled one, for people to read
 
 
 def device_kind(device_type: Any) -> str:
@@ -160,6 +161,17 @@ def region(options: Options) -> Iterator[None]:
         yield
         return
     with tracing(options), jax.named_scope(_mark(options)):
+        yield
+
+
+@contextmanager
+def as_written(source: str) -> Iterator[None]:
+    """Marks what is traced inside as computed in the dtypes it is written in."""
+    options = current()
+    if options is None:
+        yield
+        return
+    with region(replace(options, enabled=False, source=source)):
         yield
 
 
