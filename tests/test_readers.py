@@ -252,7 +252,7 @@ MOVES = {
 @pytest.mark.parametrize("name", MOVES)
 def test_what_moves_a_value_before_its_reader_does_not_round_it(name, device):
     def of_about_one(h):
-        return jnp.log(MOVES[name](1 + 1e-3 * jnp.tanh(h)))
+        return jnp.log(MOVES[name](1 + 2**-10 * jnp.tanh(h)))
 
     x = activations(1, 0, POLICIES[device])
     assert error_in_roundings(of_about_one, x, device) <= 0.5

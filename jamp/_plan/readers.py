@@ -35,6 +35,7 @@ class Kind(NamedTuple):
     moves: bool  # whether it changes no number at all
     low: bool  # whether its results have 16 bits
     linear: bool  # whether its backward pass needs nothing of its operands
+    scales: bool  # whether it scales or shifts 16 bits by a constant number
     compares: bool  # whether its results are none of 16 bits that it takes
     orders: bool = False  # whether they say which of these are the largest
     view: bool = False  # whether calls in float32 that read its result do it themselves
@@ -51,14 +52,14 @@ def _kind(action: Action) -> Kind | None:
         return None
     if is_float32_function(action):
         rounds = any(value.low for value in action.results)
-        return Kind(False, False, rounds, False, compares=False)
+        return Kind(False, False, rounds, False, False, compares=False)
     if isinstance(action, Structural) and action.kind != "jit":
         return None
     names = {eqn.primitive.name for eqn in nested([action.eqn])}
     low = [value.low for value in action.results]
     takes_low = any(value.low for value in action.operands)
     if names <= _primitives.ORDERS and takes_low:
-        return Kind(False, False, any(low), False, compares=True, orders=True)
+        return Kind(False, False, any(low), False, False, compares=True, orders=True)
     exact = names <= _primitives.EXACT
     # Derivative rules of functions are theirs, but for those of exact ones, as of relu.
     fits = exact or names <= _primitives.CHEAP - {"custom_jvp_call"}
@@ -73,13 +74,13 @@ def _kind(action: Action) -> Kind | None:
         names <= _primitives.MOVING,
         low[0],
         scales or names <= _primitives.LINEAR,
+        scales,
         compares=takes_low and not low[0],
         view=not low[0] and (scales or names == {"broadcast_in_dim"}),
     )
 
 
 def _scales_low(action: Bind) -> bool:
-    """Whether an action scales or shifts 16 bits by a constant number."""
     name = action.eqn.primitive.name
     values = action.operands[1:] if name == "div" else action.operands
     known = any(value.constant is not None for value in values)
@@ -102,6 +103,8 @@ class Readers:
         self.unrounded: set[Action] = set()
         self.kind = cache(_kind)
         self._of = of
+        # What is split, as it is or moved.
+        self._parted: set[int] = set()
         self._counts: Counter[int] = Counter()
         for action in reversed(plan.actions):
             self._add(action)
@@ -131,6 +134,18 @@ class Readers:
         elif isinstance(action, Bind | Structural):
             self._add_equation(action, lows)
 
+    def _adds_for_parts(self, kind: Kind, made: set[int], lows: set[int]) -> bool:
+        """Whether a sum is split for its readers.
+
+        What it adds would be kept for the backward pass of each part.
+        """
+        if made.isdisjoint(self._parted) and (not kind.moves or len(made) == 1):
+            return False
+        if kind.moves or kind.scales:
+            self._parted |= lows
+            return False
+        return kind.linear
+
     def _add_equation(self, action: Bind | Structural, lows: set[int]) -> None:
         found = self.kind(action)
         made = {value.number for value in action.results}
@@ -142,8 +157,9 @@ class Readers:
             if any(value.dtype == FLOAT32 for value in action.results):
                 self.wide |= lows
             return  # A comparison takes whichever there is.
-        # Of several results, the float32 of each would be kept for the backward pass.
-        alone = len(made) == 1 and not made & self.low
+        alone = not made & self.low and not (
+            found is not None and self._adds_for_parts(found, made, lows)
+        )
         alone |= any(value.traits.probability for value in action.results)
         if elementwise and alone and made & self.wide:
             self.unrounded.add(action)
