@@ -51,10 +51,13 @@ def drawn(shapes: Any, rng: np.random.Generator) -> Any:
 
 
 def noisy_patterns(
-    rng: np.random.Generator, classes: int, shape: tuple[int, ...], noise: float
+    rng: np.random.Generator,
+    classes: int,
+    shape: tuple[int, ...],
+    noise: float,
+    size: int,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Batches of images, with labels: a coarse pattern for each class, under noise."""
-    size = 16
     coarse = rng.standard_normal((classes, shape[0] // 4, shape[1] // 4, shape[2]))
     patterns = coarse.repeat(4, axis=1).repeat(4, axis=2)
     batches = []

@@ -63,7 +63,7 @@ class ViT(eqx.Module):
 
 def make_task() -> Task:
     """Classification of noisy patterns, by AdamW."""
-    batches = noisy_patterns(np.random.default_rng(1), 8, (16, 16, 3), 2.0)
+    batches = noisy_patterns(np.random.default_rng(1), 8, (16, 16, 3), 2.0, 16)
     model = eqx.filter_eval_shape(ViT, jax.random.key(1))
     shapes, static = eqx.partition(model, lambda leaf: hasattr(leaf, "shape"))
     params = drawn(shapes, np.random.default_rng(1))
