@@ -81,6 +81,33 @@ def test_one_that_recomputes_its_layers(dtype):
     check(diagnose(jax.checkpoint(mlp), dtype)(*mlp_arguments()))
 
 
+def normalised(x):
+    return (x - x.mean(0)) * jax.lax.rsqrt(x.var(0) + 1e-5)
+
+
+def blocks_with_batch_norm(params, x):
+    for inner, outer in zip(params[::2], params[1::2], strict=True):
+        y = jax.nn.relu(normalised(x @ inner))
+        x = jax.nn.relu(x + normalised(y @ outer))
+    return jnp.mean((x[:, 0] - 1) ** 2)
+
+
+def test_a_gradient_that_moves_as_far_in_float32_when_its_weights_are_rounded():
+    weights = [numbers(i, 16, 16, scale=0.2) for i in range(20)]
+    x = numbers(99, 8, 16)
+
+    def loss(weights):
+        return blocks_with_batch_norm(weights, x)
+
+    diagnosis = diagnose(loss, "bfloat16")(weights)
+    check(diagnosis)
+    rounded = [w.astype(jnp.bfloat16).astype(np.float32) for w in weights]
+    plain, other = (np.array(jax.jit(jax.grad(loss))(w)) for w in (weights, rounded))
+    moved = np.linalg.norm(other - plain) / np.linalg.norm(plain)
+    assert 0.25 < diagnosis.gradient_error < 4 * moved
+    assert f"changes by {diagnosis.gradient_moved:.2g}" in str(diagnosis)
+
+
 class Network(nnx.Module):
     def __init__(self, rngs):
         self.first = nnx.Linear(16, 32, rngs=rngs)

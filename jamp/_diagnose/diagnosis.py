@@ -146,6 +146,9 @@ class Diagnosis:
         in float32; inf for one that is not finite. That of a gradient which is only
         rounding, such as that of a bias in front of BatchNorm, may be large.
       gradient_error: the error of the gradient as a whole; None without a loss scale.
+      gradient_moved: the relative change of float32's gradient, as a whole, where each
+        weight moves by half a rounding to the dtype: an error of up to twice that is no
+        finding. None where errors are too small to ask.
       underflows: the operations with the most underflow.
       histograms: the sizes of 16-bit values, module by module.
       loss_scale: the loss scale that it was run with.
@@ -160,6 +163,7 @@ class Diagnosis:
     suggestions: tuple[Suggestion, ...]
     errors: Mapping[str, float]
     gradient_error: float | None
+    gradient_moved: float | None
     underflows: tuple[Underflow, ...]
     histograms: tuple[Histogram, ...]
     loss_scale: float | None
@@ -183,6 +187,9 @@ class Diagnosis:
             lines.append(f"largest error of a result: {error:.2g} ({worst})")
         if self.gradient_error is not None:
             lines.append(f"error of the gradient as a whole: {self.gradient_error:.2g}")
+        if self.gradient_moved is not None:
+            moved = f"{self.gradient_moved:.2g} where weights move by half a rounding"
+            lines[-1] += f" (float32's changes by {moved})"
         if self.scale_window:
             low, high = self.scale_window
             window = f"loss scales that fit: {low:g} to {high:g}"
@@ -239,6 +246,7 @@ class Diagnosis:
             ],
             "errors": {label: _finite(error) for label, error in self.errors.items()},
             "gradient_error": _finite(self.gradient_error),
+            "gradient_moved": _finite(self.gradient_moved),
             "underflows": list(map(asdict, self.underflows)),
             "histograms": [
                 {**asdict(h), "counts": h.counts.tolist()} for h in self.histograms

@@ -27,6 +27,7 @@ from jamp._diagnose.diagnosis import (
 )
 from jamp._diagnose.judge import Examination, Fault, kind_of, made_by
 from jamp._diagnose.measure import Measured
+from jamp._diagnose.outcomes import error_limit, gradient_error, gradient_moved
 from jamp._diagnose.program import Settings, Subject
 from jamp._diagnose.walk import Steps
 from jamp._dtypes import narrow
@@ -162,7 +163,8 @@ def _diagnosis(
         findings=tuple(_finding(fault, subject) for fault in faults),
         suggestions=suggestions,
         errors={outcome.label: outcome.error for outcome in first.outcomes},
-        gradient_error=None if scale is None else judge.gradient_error(first.outcomes),
+        gradient_error=None if scale is None else gradient_error(first.outcomes),
+        gradient_moved=gradient_moved(first.outcomes) or None,
         underflows=_underflows(first.measured),
         histograms=_histograms(first.measured, faults),
         loss_scale=scale,
@@ -209,7 +211,7 @@ def _message(kind: str, measured: Measured, made: Measured) -> str:
     if kind == "underflow":
         zero, small = found.underflow
         return f"{what} makes {zero:.0%} of it zero and {small:.0%} subnormal"
-    explained = found.error <= judge.error_limit(dtype)
+    explained = found.error <= error_limit(dtype)
     grows = ", which later operations amplify" if explained else ""
     return f"{what} has a relative error of {found.error:.2g}{grows}"
 

@@ -1,12 +1,11 @@
 """What a walk through a program found, and what of it counts as a fault."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import cached_property
 from operator import attrgetter
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +16,11 @@ from jamp import _dtypes
 from jamp._diagnose.measure import (
     LOWEST_EXPONENT,
     Measured,
-    Pair,
-    Statistics,
     entering,
     led_to,
-    measure,
     path_to,
 )
+from jamp._diagnose.outcomes import ROUNDINGS, Outcome, Verdict, error_limit, judge
 from jamp._diagnose.program import Program, Settings, Subject
 from jamp._diagnose.walk import EXACTLY, Steps, Walk
 from jamp._dtypes import narrow
@@ -32,130 +29,19 @@ from jamp._plan.plain import is_explicit
 from jamp._primitives import CALLS, FUNCTIONS, MOVEMENT
 from jamp._tracing.regions import Scope
 
-# The error of independent roundings grows with the root of their number. An error of
-# more than this many times that is not explained by rounding.
-ROUNDINGS = 2.0
-# A short program is allowed the error of at least this many, for cancellations.
-FEWEST_ROUNDINGS = 64
-# Healthy networks have errors of a tenth: rounding decides ties in ReLU and max pooling
-# otherwise, and with them which elements a gradient reaches.
-GRADIENT_ERROR = 0.25
-# One gradient is wrong if it is this far off, and not tiny beside the largest one.
-ONE_GRADIENT_ERROR = 0.5
-TINY = 1e-3
-# A gradient is lost if elements that became zero held more than this share of it ...
-LOST = 0.1
-# ... unless all of it is smaller than this, beside the largest one: of what the loss
-# does not depend on, such as a bias in front of a normalization, it is rounding only.
-NEGLIGIBLE = 1e-5
-# A result is rounding only if errors of float32's last digits change it by this share.
-NOISE = 0.05
 # A result has underflowed if more of it is below the normal numbers of its dtype.
 UNDERFLOWED = 0.5
 # Operations that introduced at least this share of what the worst of them did.
 SUSPECT = 0.5
 # A loss scale fits if at most this share of the gradients' elements is too small.
 TOO_SMALL = 0.1
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A result of the program, or a gradient, in two runs."""
-
-    label: str  # what it is
-    gradient: bool  # whether it is a gradient
-    index: int  # which of the results it is
-    pair: Pair
-    producers: frozenset[Measured]  # the outputs that it came from
-    # The share of it that float32's last digits change, where that was tried.
-    noise: float = 0.0
-    terms: float = 0.0  # of a loss, the largest number that it is the difference of
-
-    def beside(self, computed: Any, shadow: Any) -> Self:
-        """It with what other runs computed."""
-        return replace(self, pair=Pair(np.asarray(computed), np.asarray(shadow)))
-
-    @cached_property
-    def statistics(self) -> Statistics:
-        return measure(self.pair)
-
-    @cached_property
-    def power(self) -> float:
-        """Its sum of squares in float32."""
-        shadow = np.asarray(self.pair.shadow, np.float64)
-        return float(np.sum(np.square(shadow[np.isfinite(shadow)])))
-
-    @property
-    def mean(self) -> float:
-        return math.sqrt(self.power / self.pair.shadow.size)
-
-    @property
-    def error(self) -> float:
-        """Its relative error; inf if it is not finite."""
-        found = self.statistics
-        return math.inf if found.overflowed or found.wild else found.error
-
-    @property
-    def alike(self) -> bool:
-        """Whether what is not finite in float32 is the same in 16 bits."""
-        return not self.gradient and self.statistics.wild == self.statistics.alike
-
-
-class Verdict(NamedTuple):
-    # Outcomes that are not finite in float32 either. Those that are the same under
-    # autocast may be meant, as a mask of -inf is, and are left out if others are wrong.
-    wild: list[Outcome]
-    # Outcomes that are not finite, and are in float32; gradients that became zero; and
-    # what is too far from float32's for another reason.
-    wrong: list[Outcome]
-
-    @property
-    def spoiled(self) -> bool:
-        """Whether more is wrong than what is the same in float32."""
-        return bool(self.wrong) or not all(outcome.alike for outcome in self.wild)
+# A gradient of few elements may stay where it is by chance.
+_DRAWS = 2
 
 
 class Fault(NamedTuple):
     kind: str  # `'overflow'`, `'underflow'`, `'precision'` or `'float32'`
     measured: Measured | None  # None if an argument or a constant is not finite
-
-
-def error_limit(dtype: Any, measured: Iterable[Measured] = ()) -> float:
-    """The largest relative error that rounding explains."""
-    roundings = max(sum(narrow(m.dtype) for m in measured), FEWEST_ROUNDINGS)
-    return ROUNDINGS * float(jnp.finfo(dtype).eps) * math.sqrt(roundings)
-
-
-def gradient_error(outcomes: Sequence[Outcome]) -> float:
-    """The relative error of all gradients together, as of one vector."""
-    gradients = [o for o in outcomes if o.gradient and o.noise < NOISE]
-    power = sum(outcome.power for outcome in gradients)
-    error = sum(each.power * each.error**2 for each in gradients if each.power)
-    return math.sqrt(error / power) if power else 0.0
-
-
-def judge(outcomes: Sequence[Outcome], limit: float) -> Verdict:
-    gradients = [outcome for outcome in outcomes if outcome.gradient]
-    largest = max((outcome.mean for outcome in gradients), default=0.0)
-    gradient_wrong = gradient_error(outcomes) > max(limit, GRADIENT_ERROR)
-
-    def is_wrong(outcome: Outcome) -> bool:
-        found, mean = outcome.statistics, outcome.mean
-        if found.overflowed:
-            return True
-        if outcome.noise >= NOISE:
-            return False
-        if not outcome.gradient:
-            # What cancels in a loss has the rounding of its terms.
-            return found.error > limit * max(1.0, outcome.terms / (mean or math.inf))
-        lost = found.lost > LOST and mean > NEGLIGIBLE * largest
-        alone = found.error > ONE_GRADIENT_ERROR and mean > TINY * largest
-        return lost or alone or gradient_wrong
-
-    wrong = list(filter(is_wrong, outcomes))
-    wild = [outcome for outcome in outcomes if outcome.statistics.wild]
-    unlike = [outcome for outcome in wild if not outcome.alike]
-    return Verdict(unlike if unlike or wrong else wild, wrong)
 
 
 def kind_of(measured: Measured, share: float = UNDERFLOWED) -> str:
@@ -310,39 +196,56 @@ def examine(
     limit = error_limit(settings.options.dtype, measured)
     verdict = judge(outcomes, limit)
     if verdict.spoiled and not any(math.isinf(outcome.error) for outcome in outcomes):
-        outcomes = _settled(subject, settings, outcomes)
+        # Where a result or a step to it is wrong, so is a gradient.
+        forward = [m.statistics.error for m in measured if not m.scaled]
+        draws = _DRAWS if max(forward, default=0.0) <= limit else 0
+        outcomes = _settled(subject, settings, outcomes, draws)
         verdict = judge(outcomes, limit)
     return Examination(settings, measured, outcomes, find_faults(verdict))
 
 
 def _settled(
-    subject: Subject, settings: Settings, outcomes: list[Outcome]
+    subject: Subject, settings: Settings, outcomes: list[Outcome], draws: int
 ) -> list[Outcome]:
     """Outcomes beside float32 run by itself, which takes branches and steps of its own.
 
-    It runs twice: what changes with the last digits of its arguments is rounding only.
+    It runs again from arguments that differ: what changes with their last digits is
+    rounding only, and a gradient that 16 bits of the weights alone change as much is
+    not wrong by what 16 bits compute.
     """
     options = replace(settings.options, enabled=False)
     program = subject.program(replace(settings, options=options))
     vars_ = (v for e in equations(program.closed) for v in (*e.invars, *e.outvars))
     if any(narrow(_dtypes.dtype_of(var)) for var in vars_):
         return outcomes  # it casts by itself
-    rng = np.random.default_rng(0)
-    nudged = [
-        array * (1 + 2.0**-22 * rng.choice([-1, 1], array.shape).astype(array.dtype))
-        if jnp.issubdtype(array.dtype, jnp.floating)
-        else array
-        for array in program.arrays
+    rng, run = np.random.default_rng(0), _compiled(program)
+    every, half = range(len(program.arrays)), float(jnp.finfo(options.dtype).eps) / 2
+    alone = run(*program.arrays)
+    nudged = run(*_moved(program.arrays, 2.0**-22, every, rng))
+    rounded = [
+        run(*_moved(program.arrays, half, subject.weights, rng)) for _ in range(draws)
     ]
-    run = _compiled(program)
-    alone, other = run(*program.arrays), run(*nudged)
     found = []
     for old in outcomes:
         plain = alone[old.index]
-        noise = old.beside(other[old.index], plain).statistics.error
         nearer = min(old, old.beside(old.pair.computed, plain), key=lambda o: o.error)
-        found.append(replace(nearer, noise=noise))
+        noise = old.beside(nudged[old.index], plain).statistics.error
+        errors = [old.beside(other[old.index], plain).error for other in rounded]
+        moved = max(filter(math.isfinite, errors), default=0.0)
+        found.append(replace(nearer, noise=noise, moved=moved))
     return found
+
+
+def _moved(
+    arrays: Sequence[Any], share: float, chosen: Collection[int], rng: Any
+) -> list[Any]:
+    """Arrays of which some have a share more or less of each of their elements."""
+    return [
+        array * (1 + share * rng.choice([-1, 1], array.shape).astype(array.dtype))
+        if slot in chosen and jnp.issubdtype(array.dtype, jnp.floating)
+        else array
+        for slot, array in enumerate(arrays)
+    ]
 
 
 def run_again(subject: Subject, settings: Settings, before: Examination) -> Verdict:

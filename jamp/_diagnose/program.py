@@ -98,8 +98,17 @@ class Subject:
             if _is_floating(leaf) and not jax.numpy.isfinite(leaf).all()
         ]
 
+    @property
+    def weights(self) -> list[int]:
+        """Which of a program's arrays the gradient is taken of."""
+        slots = self._slots()
+        return [slots.index(slot) for slot in self.differentiated]
+
+    def _slots(self) -> list[int]:
+        return [i for i, leaf in enumerate(self.leaves) if is_array(leaf)]
+
     def program(self, settings: Settings) -> Program:
-        slots = [i for i, leaf in enumerate(self.leaves) if is_array(leaf)]
+        slots = self._slots()
         arrays, chosen = [self.leaves[slot] for slot in slots], self.differentiated
 
         def call(leaves: list[Any]) -> Any:
