@@ -61,7 +61,13 @@ def added_up(fn):
 def same(found, expected):
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert a.dtype == b.dtype
-        np.testing.assert_array_equal(np.float32(a), np.float32(b))
+        np.testing.assert_array_equal(flushed(a), flushed(b))
+
+
+def flushed(array):
+    """In float32, without subnormals: on some processors its maximum makes them zeros."""
+    wide = np.float32(array)
+    return np.where(np.abs(wide) < np.finfo(np.float32).tiny, 0 * wide, wide)
 
 
 def test_results_are_those_of_jax():
