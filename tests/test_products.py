@@ -183,6 +183,24 @@ def test_convolutions_of_every_kind_and_their_derivatives(name, at_once, monkeyp
     assert_equal_derivatives(fn, x, y)
 
 
+@pytest.mark.usefixtures("amx")
+def test_training_a_convolution_takes_less_memory_than_in_float32(monkeypatch):
+    """No float32 copy of the pictures that patches are taken from, in particular."""
+    monkeypatch.setattr(convolution, "_MOST_BYTES", 2**20)
+    x, w = jnp.ones((8, 64, 64, 64)), jnp.ones((3, 3, 64, 128))
+
+    def loss(w, x):
+        padding = [(1, 1), (1, 1)]
+        y = lax.conv_general_dilated(x, w, (2, 2), padding, dimension_numbers=NHWC)
+        return jnp.mean(y.astype(jnp.float32) ** 2)
+
+    def memory(fn):
+        compiled = jax.jit(jax.grad(fn)).lower(w, x).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert memory(cast(loss)) < memory(loss)
+
+
 @pytest.mark.usefixtures("on_processor")
 def test_weights_that_are_stored_in_16_bits_convolve_alike():
     x, w = (jax.random.normal(jax.random.key(i), (5, 5, 5, 5)) for i in range(2))

@@ -18,7 +18,11 @@ from jax import lax
 
 from jamp._dtypes import BFLOAT16, FLOAT32, DType
 from jamp._lowerings.bilinear import PRECISION, define, in_float32, run_as
-from jamp._lowerings.processor import has_amx, has_fast_products
+from jamp._lowerings.processor import (
+    CONVERTS_STACKS,
+    has_amx,
+    has_fast_products,
+)
 from jamp._lowerings.product import multiply_on_cpu
 
 _MOST_SLICES = 64
@@ -72,7 +76,8 @@ def _convolved(lhs: Any, rhs: Any, shape: Shape, to: DType, wide: Any) -> Any:
     count = min(window, places)
     worth = count == 1 or strided or reused >= (128 if has_amx() else 256)
     if min(outs, default=1) > 0 and count <= _MOST_SLICES and worth:
-        return _in_parts(_padded(lhs, shape), rhs, shape, outs, to, by_window=by_window)
+        pictures = _padded(lhs if count == 1 else _as_bits(lhs), shape)
+        return _in_parts(pictures, rhs, shape, outs, to, by_window=by_window)
     return _by_xla(wide, rhs, shape, to)
 
 
@@ -87,6 +92,22 @@ def _out_sizes(lhs: Any, rhs: Any, shape: Shape) -> list[int]:
     convolve = partial(lax.conv_general_dilated, **shape._asdict())
     result = jax.eval_shape(convolve, lhs, rhs)
     return [result.shape[d] for d in shape.dimension_numbers.out_spec[2:]]
+
+
+def _as_bits(array: Any) -> Any:
+    """Numbers of bfloat16 as their bits, where XLA would move them as float32.
+
+    Arrays of other dtypes are left as they are.
+    """
+    if array.dtype != BFLOAT16 or not CONVERTS_STACKS:
+        return array
+    return lax.bitcast_convert_type(array, jnp.uint16)
+
+
+def _from_bits(array: Any) -> Any:
+    if array.dtype != jnp.uint16:
+        return array
+    return lax.bitcast_convert_type(array, BFLOAT16)
 
 
 def _padded(lhs: Any, shape: Shape) -> Any:
@@ -130,16 +151,20 @@ def _in_parts(
         return lax.dynamic_slice_in_dim(array, start, part, axis)
 
     if by_window:
-        parts = lax.map(lambda n: multiply(some(lhs, n, axis), rhs, to), starts)
+        parts = lax.map(
+            lambda n: _as_bits(multiply(some(lhs, n, axis), rhs, to)), starts
+        )
         sizes = list(parts.shape[1:])
         sizes[out_spec[0]] = pictures
-        return jnp.moveaxis(parts, 0, out_spec[0]).reshape(sizes)
-
-    def add(total: Any, start: Any) -> tuple[Any, None]:
-        factors = some(lhs, start, axis), some(rhs, start, rhs_spec[1])
-        return total + multiply(*factors, FLOAT32), None
+        return _from_bits(jnp.moveaxis(parts, 0, out_spec[0]).reshape(sizes))
 
     first = jax.eval_shape(partial(multiply, to=FLOAT32), lhs, rhs)
+    rhs = _as_bits(rhs)
+
+    def add(total: Any, start: Any) -> tuple[Any, None]:
+        factors = some(lhs, start, axis), _from_bits(some(rhs, start, rhs_spec[1]))
+        return total + multiply(*factors, FLOAT32), None
+
     total, _ = lax.scan(add, jnp.zeros(first.shape, FLOAT32), starts)
     return lax.convert_element_type(total, to)
 
@@ -164,7 +189,7 @@ def _by_product(
         )
     ]
     at = max(batch, feature)
-    patches = jnp.stack(taken, at)
+    patches = _from_bits(jnp.stack(taken, at))
     # Where the dimensions of the pictures are now.
     batch, feature, *spatial = (d + (d >= at) for d in (batch, feature, *spatial))
     if by_window:
@@ -208,7 +233,9 @@ def _by_phases(lhs: Any, rhs: Any, shape: Shape, to: DType) -> Any:
     rounds = [-(-size // d) for size, d in zip(outs, dilations, strict=True)]
     stacked = jnp.stack(
         [
-            _phase(lhs, rhs, shape, to, zip(phase, dilations, rounds, strict=True))
+            _as_bits(
+                _phase(lhs, rhs, shape, to, zip(phase, dilations, rounds, strict=True))
+            )
             for phase in itertools.product(*map(range, dilations))
         ]
     )
@@ -222,7 +249,7 @@ def _by_phases(lhs: Any, rhs: Any, shape: Shape, to: DType) -> Any:
     result = lax.transpose(stacked, order).reshape(merged)
     for d, size in zip(spatial, outs, strict=True):
         result = lax.slice_in_dim(result, 0, size, axis=d)
-    return result
+    return _from_bits(result)
 
 
 def _phase(
