@@ -1,12 +1,7 @@
-"""Products of jamp's own, as they are bound under autocast, against JAX's in float32.
-
-Operands are small integers, which 16 bits and their products hold exactly: results and
-gradients are equal to those of float32, not near them.
-"""
+"""Matrix products of jamp's own, as they are bound under autocast, against JAX's."""
 
 import functools
 import re
-from contextlib import contextmanager
 
 import flax.linen as nn
 import jax
@@ -18,26 +13,15 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.test_util import check_grads
 from jaxprs import equations, matmul_dtypes, traced
+from products import assert_equal_derivatives, cast, integers, processor_with
 
 import jamp
 from jamp.__main__ import main
-from jamp._lowerings import convolution, processor
+from jamp._lowerings import processor
 from jamp._lowerings.bilinear import product_params
 from jamp._lowerings.product import product_p
 
 W, X = (jax.device_put(np.ones(shape, np.float32)) for shape in ((3, 4), (5, 3)))
-
-
-@contextmanager
-def processor_with(flags, folder):
-    """Has jamp take the processor for one with other instructions than it has."""
-    file = folder / "cpuinfo"
-    file.write_text(f"flags\t: {flags}\n", encoding="utf-8")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(processor, "_CPU_INFO", file)
-        processor.bfloat16_instructions.cache_clear()
-        yield
-    processor.bfloat16_instructions.cache_clear()
 
 
 @pytest.fixture
@@ -50,42 +34,6 @@ def amx(tmp_path):
 def on_processor(request, tmp_path_factory):
     with processor_with(request.param, tmp_path_factory.mktemp("processor")):
         yield
-
-
-def cast(fn):
-    return jamp.autocast(fn, device_type="cpu", dtype=jnp.bfloat16)
-
-
-def integers(seed, shape):
-    return np.random.default_rng(seed).integers(-2, 3, shape).astype(np.float32)
-
-
-def derivatives(fn, x, y, ct):
-    """Results, gradients, tangents and batches of a product."""
-
-    def scaled(x, y):
-        return jnp.vdot(fn(x, y).astype(jnp.float32), ct)
-
-    gradients = jax.grad(scaled, argnums=(0, 1))
-    stacked = jnp.stack([x, x - 1]), jnp.stack([y, y + 1])
-    return (
-        fn(x, y),
-        gradients(x, y),
-        jax.jvp(fn, (x, y), (jnp.sign(x), jnp.sign(y))),
-        jax.jvp(gradients, (x, y), (jnp.sign(x), jnp.sign(y))),
-        jax.vmap(fn, (0, 0))(*stacked),
-        jax.vmap(fn, (None, 0), min(ct.ndim, 1))(x, stacked[1]),
-        jax.vmap(gradients, (0, None))(stacked[0], y),
-    )
-
-
-def assert_equal_derivatives(fn, x, y):
-    ct = jax.device_put(integers(2, jax.eval_shape(fn, x, y).shape))
-    # One program: to compile it takes less time than to compile two.
-    both = jax.jit(lambda *args: [derivatives(f, *args) for f in (cast(fn), fn)])
-    for a, b in zip(*map(jax.tree.leaves, both(x, y, ct)), strict=True):
-        # What has 16 bits was rounded once.
-        np.testing.assert_array_equal(a, b.astype(a.dtype))
 
 
 @st.composite
@@ -112,100 +60,6 @@ def test_products_of_every_layout_and_their_derivatives(layout):
     assert_equal_derivatives(
         functools.partial(lax.dot_general, dimension_numbers=numbers), x, y
     )
-
-
-NHWC = ("NHWC", "HWIO", "NHWC")
-CONVOLUTIONS = {
-    "1x1": ((2, 4, 4, 3), (1, 1, 3, 5), {}),
-    "1x1 with strides": ((2, 5, 5, 3), (1, 1, 3, 5), dict(window_strides=(2, 2))),
-    "3x3, few features": ((2, 5, 5, 3), (3, 3, 3, 5), dict(padding="SAME")),
-    "3x3, many features": ((2, 5, 5, 3), (3, 3, 3, 130), dict(padding="SAME")),
-    "strides": ((2, 7, 6, 3), (3, 3, 3, 130), dict(window_strides=(2, 3))),
-    "strides, few features": ((2, 7, 6, 3), (3, 3, 3, 2), dict(window_strides=(2, 2))),
-    "dilated window": ((2, 7, 7, 3), (2, 3, 3, 130), dict(rhs_dilation=(2, 1))),
-    "transposed": ((2, 3, 4, 3), (3, 2, 3, 130), dict(lhs_dilation=(2, 3))),
-    "both dilated": (
-        (1, 4, 4, 2),
-        (2, 2, 2, 3),
-        dict(lhs_dilation=(2, 1), rhs_dilation=(1, 2)),
-    ),
-    "padding of one side": (
-        (2, 4, 4, 3),
-        (3, 3, 3, 130),
-        dict(padding=[(0, 2), (1, 0)]),
-    ),
-    "negative padding": (
-        (2, 6, 6, 3),
-        (3, 3, 3, 130),
-        dict(padding=[(-1, 1), (0, -1)]),
-    ),
-    "groups": ((2, 4, 4, 4), (3, 3, 2, 6), dict(feature_group_count=2)),
-    "groups of the batch": ((4, 4, 4, 2), (3, 3, 2, 6), dict(batch_group_count=2)),
-    "channels first": (
-        (2, 3, 5, 5),
-        (130, 3, 2, 3),
-        dict(dimension_numbers=("NCHW", "OIHW", "NCHW")),
-    ),
-    "mixed orders": (
-        (5, 2, 4, 3),
-        (3, 2, 130, 2),
-        dict(dimension_numbers=("HNWC", "IHOW", "CWNH")),
-    ),
-    "1D": ((2, 6, 3), (3, 3, 130), dict(dimension_numbers=("NHC", "HIO", "NHC"))),
-    "3D": (
-        (1, 3, 4, 3, 2),
-        (2, 2, 2, 2, 130),
-        dict(dimension_numbers=("NDHWC", "DHWIO", "NDHWC")),
-    ),
-    "empty batch": ((0, 4, 4, 3), (3, 3, 3, 130), {}),
-    "smaller than the window": ((2, 2, 2, 3), (3, 3, 3, 130), {}),
-}
-
-
-BY_PICTURE = ("3x3, many features", "strides", "channels first", "mixed orders")
-
-
-@pytest.mark.parametrize(
-    ("name", "at_once"),
-    [*((name, 2**24) for name in CONVOLUTIONS), *((name, 64) for name in BY_PICTURE)],
-)
-@pytest.mark.usefixtures("amx")
-def test_convolutions_of_every_kind_and_their_derivatives(name, at_once, monkeypatch):
-    monkeypatch.setattr(convolution, "_MOST_BYTES", at_once)
-    left, right, options = CONVOLUTIONS[name]
-    spatial = len(left) - 2
-    given = dict(window_strides=(1,) * spatial, padding=[(0, 0)] * spatial)
-    fn = functools.partial(
-        lax.conv_general_dilated,
-        **{**given, "dimension_numbers": NHWC, **options},
-    )
-    x, y = (jax.device_put(integers(i, shape)) for i, shape in enumerate((left, right)))
-    assert_equal_derivatives(fn, x, y)
-
-
-@pytest.mark.usefixtures("amx")
-def test_training_a_convolution_takes_less_memory_than_in_float32(monkeypatch):
-    """No float32 copy of the pictures that patches are taken from, in particular."""
-    monkeypatch.setattr(convolution, "_MOST_BYTES", 2**20)
-    x, w = jnp.ones((8, 64, 64, 64)), jnp.ones((3, 3, 64, 128))
-
-    def loss(w, x):
-        padding = [(1, 1), (1, 1)]
-        y = lax.conv_general_dilated(x, w, (2, 2), padding, dimension_numbers=NHWC)
-        return jnp.mean(y.astype(jnp.float32) ** 2)
-
-    def memory(fn):
-        compiled = jax.jit(jax.grad(fn)).lower(w, x).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    assert memory(cast(loss)) < memory(loss)
-
-
-@pytest.mark.usefixtures("on_processor")
-def test_weights_that_are_stored_in_16_bits_convolve_alike():
-    x, w = (jax.random.normal(jax.random.key(i), (5, 5, 5, 5)) for i in range(2))
-    fn = jax.jit(cast(lambda w, x: lax.conv_general_dilated(x, w, (1, 1), "SAME")))
-    np.testing.assert_array_equal(fn(w, x), fn(w.astype(jnp.bfloat16), x))
 
 
 MATRICES = {
@@ -256,6 +110,24 @@ def test_a_transpose_behind_leaves_a_product_in_the_layout_with_instructions(tmp
         fn = jax.jit(cast(lambda w, x: (x @ w).T))
         compiled = fn.lower(w, x).compile().as_text()
     assert re.findall(r"lhs_contracting_dims=(\S+),", compiled) == ["{1}"]
+
+
+ROUNDED_WITH_AMX = {
+    "small": ((64, 256, 1024), False),
+    "much is added up": ((512, 1024, 1024), False),
+    "little is added up": ((2048, 256, 1024), True),
+    "a vocabulary": ((1024, 384, 4096), True),
+}
+
+
+@pytest.mark.usefixtures("amx")
+@pytest.mark.parametrize("name", ROUNDED_WITH_AMX)
+def test_xla_rounds_products_where_that_takes_less_time_or_memory(name):
+    (rows, added, columns), rounded = ROUNDED_WITH_AMX[name]
+    x, w = jnp.ones((rows, added)), jnp.ones((added, columns))
+    lowered = jax.jit(cast(jnp.matmul)).lower(x, w).as_text()
+    (found,) = re.findall(r"dot_general .*-> tensor<\d+x\d+x(\w+)>", lowered)
+    assert found == ("bf16" if rounded and processor.ROUNDS_PRODUCTS else "f32")
 
 
 def gradient_of(fn):

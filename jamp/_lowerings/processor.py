@@ -20,6 +20,8 @@ _MULTIPLIES = {*_OF_X86, "bf16"}
 
 # Whether XLA converts all of a stack of bfloat16 to put one more on it.
 CONVERTS_STACKS = jaxlib.version.__version_info__ < (0, 11, 2)
+# Whether XLA may write products of bfloat16 in it as fast as in float32.
+ROUNDS_PRODUCTS = jaxlib.version.__version_info__ >= (0, 11)
 
 
 @cache
@@ -40,14 +42,6 @@ def multiplies_bfloat16() -> bool | None:
 def has_fast_products() -> bool:
     """Whether XLA multiplies bfloat16 matrices with instructions of this processor."""
     return not _OF_X86.isdisjoint(bfloat16_instructions() or ())
-
-
-def rounds_products() -> bool:
-    """Whether XLA writes products of bfloat16 in it as fast as in float32.
-
-    It does not where it was measured on AMX.
-    """
-    return jaxlib.version.__version_info__ >= (0, 11) and not has_amx()
 
 
 def has_amx() -> bool:

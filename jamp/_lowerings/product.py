@@ -1,7 +1,7 @@
 """Matrix products of 16-bit arrays, and what they become on CPUs."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -11,13 +11,18 @@ from jax import lax
 from jamp._dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from jamp._lowerings.bilinear import PRECISION, define
 from jamp._lowerings.processor import (
+    ROUNDS_PRODUCTS,
+    has_amx,
     has_fast_products,
     multiplies_bfloat16,
-    rounds_products,
 )
 
 # Of fewer multiplications XLA writes bfloat16 more slowly than float32, to be rounded.
 _ROUNDED_FROM = 2**26
+# With AMX, so it does where more numbers are added up to one. Of a result so many times
+# as wide as what it is of, one in float32 would take most of the memory.
+_MOST_ADDED = 256
+_WIDE = 8
 
 Dims = tuple[int, ...]
 DimensionNumbers = tuple[tuple[Dims, Dims], tuple[Dims, Dims]]
@@ -59,8 +64,7 @@ def multiply_on_cpu(
     if len(left) == 1 and left[0] < lhs.ndim - 1:
         dimension_numbers = ((*left, lhs.ndim), (*right, rhs.ndim)), batch
         lhs, rhs = (lax.expand_dims(array, (array.ndim,)) for array in (lhs, rhs))
-    rounded = to == BFLOAT16 and rounds_products()
-    rounded = rounded and _multiplications(lhs, rhs, dimension_numbers) >= _ROUNDED_FROM
+    rounded = to == BFLOAT16 and _rounds(lhs, rhs, dimension_numbers)
     # Nor may XLA swallow a transpose in front, as one that it makes of cumsum, nor one
     # behind, for which it would swap the operands.
     result = lax.dot_general(
@@ -74,12 +78,22 @@ def multiply_on_cpu(
     return lax.convert_element_type(lax.optimization_barrier(result), to)
 
 
-def _multiplications(lhs: Any, rhs: Any, dims: DimensionNumbers) -> float:
-    """How many a product takes, without end where sizes are not known."""
+def _rounds(lhs: Any, rhs: Any, dims: DimensionNumbers) -> bool:
+    """Whether XLA is to write a product in bfloat16, instead of float32 to be rounded.
+
+    Sizes that are not known count as large.
+    """
     (_, right), (_, batch) = dims
-    free = (rhs.shape[d] for d in _others(rhs.ndim, right, batch))
-    count = math.prod((*lhs.shape, *free))
-    return count if isinstance(count, int) else math.inf
+    free = _size(rhs, _others(rhs.ndim, right, batch))
+    added = _size(rhs, right)
+    if not ROUNDS_PRODUCTS or _size(lhs, range(lhs.ndim)) * free < _ROUNDED_FROM:
+        return False
+    return not has_amx() or added <= _MOST_ADDED or free >= _WIDE * added
+
+
+def _size(array: Any, dims: Iterable[int]) -> float:
+    size = math.prod(array.shape[d] for d in dims)
+    return size if isinstance(size, int) else math.inf
 
 
 def _others(ndim: int, *dims: Sequence[int]) -> list[int]:

@@ -1,0 +1,282 @@
+"""Convolutions as products of patches with the weights.
+
+A patch is what meets the window at one place of the result. Patches are made of slices,
+one for each place in the window, or in the result if there are fewer of these, and of
+some pictures at a time, so that they stay in the cache.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jamp._dtypes import BFLOAT16, FLOAT32, DType
+from jamp._lowerings.processor import CONVERTS_STACKS
+from jamp._lowerings.product import multiply_on_cpu
+
+# Of more, patches leave the cache before they are read; of fewer, a loop takes longer.
+_MOST_BYTES = 8 * 2**20
+_LEAST_BYTES = 2**20
+
+
+class Shape(NamedTuple):
+    """The parameters of a convolution that say what meets what."""
+
+    window_strides: Sequence[int]
+    padding: Sequence[tuple[int, int]]
+    lhs_dilation: Sequence[int]
+    rhs_dilation: Sequence[int]
+    dimension_numbers: lax.ConvDimensionNumbers
+    feature_group_count: int
+    batch_group_count: int
+
+    @classmethod
+    def of(cls, params: Mapping[str, Any]) -> Self:
+        return cls(*(params[name] for name in cls._fields))
+
+
+def as_bits(array: Any) -> Any:
+    """Numbers of bfloat16 as their bits, where XLA would move them as float32.
+
+    Arrays of other dtypes are left as they are.
+    """
+    if array.dtype != BFLOAT16 or not CONVERTS_STACKS:
+        return array
+    return lax.bitcast_convert_type(array, jnp.uint16)
+
+
+def from_bits(array: Any) -> Any:
+    if array.dtype != jnp.uint16:
+        return array
+    return lax.bitcast_convert_type(array, BFLOAT16)
+
+
+def rounded(array: Any) -> Any:
+    """Pictures in bfloat16, or its bits, in which they may be already."""
+    if array.dtype == jnp.uint16:
+        return array
+    return as_bits(lax.convert_element_type(array, BFLOAT16))
+
+
+class Steps(NamedTuple):
+    """What a spatial dimension is sliced into, one slice for each place in the window.
+
+    Attributes:
+      dim: the dimension of the pictures.
+      size: of a slice, and of the result.
+      stride: from one element of a slice to the next.
+      dilation: from one slice to the next.
+      features: how many each slice has.
+    """
+
+    dim: int
+    size: int
+    stride: int
+    dilation: int
+    features: Sequence[int]
+
+
+def _steps(lhs: Any, rhs: Any, shape: Shape, outs: Sequence[int]) -> list[Steps]:
+    (_, feature, *spatial), (_, _, *window), _ = shape.dimension_numbers
+    features = [[lhs.shape[feature]] * rhs.shape[d] for d in window]
+    strides = shape.window_strides, shape.rhs_dilation
+    return [Steps(*of) for of in zip(spatial, outs, *strides, features, strict=True)]
+
+
+def _padded(lhs: Any, shape: Shape) -> Any:
+    config = [(0, 0, 0)] * lhs.ndim
+    spatial = shape.dimension_numbers.lhs_spec[2:]
+    for d, (low, high) in zip(spatial, shape.padding, strict=True):
+        config[d] = low, high, 0
+    return lax.pad(lhs, jnp.zeros((), lhs.dtype), config)
+
+
+def _folded(lhs: Any, shape: Shape, steps: list[Steps]) -> tuple[Any, list[Steps]]:
+    """Padded pictures, with what lies within one stride as features of one element.
+
+    Several places of the window then are one slice, of elements that are neighbours.
+    """
+    *others, last = steps
+    stride, taps, each = last.stride, len(last.features), last.features[0]
+    beside = shape.dimension_numbers.lhs_spec[1] == last.dim + 1 == lhs.ndim - 1
+    apart = stride == 1 or taps == 1 or last.dilation > 1 or not beside
+    # Where XLA moves each element by itself, nothing is gained.
+    if apart or CONVERTS_STACKS:
+        return _padded(lhs, shape), steps
+    features = [min(stride, taps - at) * each for at in range(0, taps, stride)]
+    blocks = last.size + len(features) - 1
+    low, _ = shape.padding[-1]
+    padding = *shape.padding[:-1], (low, blocks * stride - low - lhs.shape[last.dim])
+    # XLA would compute the new shape's indices for each element that it pads.
+    padded = lax.optimization_barrier(_padded(lhs, shape._replace(padding=padding)))
+    folded = padded.reshape(*padded.shape[: last.dim], blocks, stride * each)
+    return folded, [*others, last._replace(stride=1, features=features)]
+
+
+def by_windows(lhs: Any, rhs: Any, shape: Shape, outs: Sequence[int], to: DType) -> Any:
+    """Patches of pictures times the weights, so many that they stay in the cache.
+
+    A patch is all that a window meets. At a time it is those of some pictures, or of
+    some rows of one.
+    """
+    (batch, *_), (out, into, *_), out_spec = shape.dimension_numbers
+    if rhs.size == rhs.shape[out] * rhs.shape[into]:
+        steps = _steps(lhs, rhs, shape, outs)
+        return _of_windows(_padded(lhs, shape), rhs, shape, steps, to)
+    rows = shape.dimension_numbers.lhs_spec[2]
+    each = math.prod(outs) * rhs.size // rhs.shape[out] * BFLOAT16.itemsize
+    pictures = _part(lhs.shape[batch], each)
+    size = outs[0] if pictures > 1 else _part(outs[0], each // outs[0])
+    if size * each // outs[0] < _LEAST_BYTES:
+        size = outs[0]
+
+    def convolve(some: Any) -> Any:
+        steps = _steps(some, rhs, shape, outs)
+        low, steps = _folded(rounded(some), shape, steps)
+        stride = steps[0].stride
+        reach = low.shape[rows] - (outs[0] - size) * stride
+        steps[0] = steps[0]._replace(size=size)
+        multiply = partial(_of_windows, rhs=rhs, shape=shape, steps=steps, to=to)
+        some_rows = outs[0] // size, size * stride, reach
+        return _in_parts(multiply, low, some_rows, rows, out_spec[2])
+
+    some_pictures = lhs.shape[batch] // pictures, pictures, pictures
+    return _in_parts(convolve, lhs, some_pictures, batch, out_spec[0])
+
+
+def _part(count: int, each: int) -> int:
+    """How many of some things of so many bytes to take at a time."""
+    parts = (n for n in range(count, 0, -1) if count % n == 0)
+    return next(n for n in parts if n == 1 or n * each <= _MOST_BYTES)
+
+
+def _in_parts(
+    fn: Callable[[Any], Any],
+    array: Any,
+    parts: tuple[int, int, int],
+    axis: int,
+    out_axis: int,
+) -> Any:
+    """A function of an array in parts: so many, from one to the next, of a size."""
+    count, step, size = parts
+    if count == 1:
+        return fn(array)
+
+    def of_part(start: Any) -> Any:
+        return as_bits(fn(lax.dynamic_slice_in_dim(array, start, size, axis)))
+
+    results = lax.map(of_part, jnp.arange(0, count * step, step))
+    return from_bits(merged(results, (out_axis,)))
+
+
+def _of_windows(
+    lhs: Any, rhs: Any, shape: Shape, steps: Sequence[Steps], to: DType
+) -> Any:
+    """The result for padded pictures, of their patches at once.
+
+    Patches are stacked slices, one for each place in the window.
+    """
+    (batch, feature, *_), (out, into, *window), out_spec = shape.dimension_numbers
+    weights = lax.transpose(rhs, (*window, into, out)).reshape(-1, rhs.shape[out])
+    taken = []
+    for places in itertools.product(*(range(len(of.features)) for of in steps)):
+        spans = [
+            (of.dim, place * of.dilation, of.size, of.stride)
+            for of, place in zip(steps, places, strict=True)
+        ]
+        if steps:
+            spans.append((feature, 0, steps[-1].features[places[-1]], 1))
+        taken.append(_sliced(lhs, spans))
+    patches = from_bits(lax.concatenate(taken, feature))
+    numbers: Any = ((feature,), (0,)), ((), ())
+    result = multiply_on_cpu(patches, weights, numbers, to)
+    kept = [batch, *(of.dim for of in steps)]
+    where = [sorted(kept).index(d) for d in kept]
+    order = [where[0], len(kept), *where[1:]]
+    return lax.transpose(result, [order[out_spec.index(d)] for d in range(lhs.ndim)])
+
+
+def by_places(lhs: Any, rhs: Any, shape: Shape, outs: Sequence[int], to: DType) -> Any:
+    """What meets the window at each place of the result, times the weights.
+
+    So are gradients of weights, which have few places. Of so many pictures at a time
+    that these slices stay in the cache; the products are added up.
+    """
+    (batch, axis, *_), (_, into, *window), _ = shape.dimension_numbers
+    pictures, places = lhs.shape[axis], math.prod(outs)
+    elements = lhs.shape[batch] * math.prod(rhs.shape[d] for d in window)
+    each = places * elements * BFLOAT16.itemsize
+    part = _part(pictures, each)
+    multiply = partial(_of_places, shape=shape, outs=outs)
+    if places == 1:
+        return multiply(lhs, rhs, to)
+    if part == pictures:
+        return multiply(rounded(lhs), rhs, to)
+    first = jax.eval_shape(partial(multiply, to=FLOAT32), lhs, rhs)
+    rhs = as_bits(rhs)
+
+    def add(total: Any, start: Any) -> tuple[Any, None]:
+        some, weights = (
+            lax.dynamic_slice_in_dim(array, start, part, along)
+            for array, along in ((lhs, axis), (rhs, into))
+        )
+        return total + multiply(rounded(some), from_bits(weights), FLOAT32), None
+
+    starts = jnp.arange(0, pictures, part)
+    total, _ = lax.scan(add, jnp.zeros(first.shape, FLOAT32), starts)
+    return lax.convert_element_type(total, to)
+
+
+def _of_places(
+    lhs: Any, rhs: Any, to: DType, *, shape: Shape, outs: Sequence[int]
+) -> Any:
+    """The same of some pictures, at once."""
+    lhs_spec, (_, into, *window), out_spec = shape.dimension_numbers
+    batch, feature, *spatial = lhs_spec
+    lhs = _padded(lhs, shape)
+    windows = [rhs.shape[d] for d in window]
+    strides = shape.window_strides
+    starts = (range(0, n * step, step) for n, step in zip(outs, strides, strict=True))
+    taken = [
+        _sliced(lhs, zip(spatial, start, windows, shape.rhs_dilation, strict=True))
+        for start in itertools.product(*starts)
+    ]
+    at = max(batch, feature)
+    patches = from_bits(jnp.stack(taken, at))
+    # Where the dimensions of the pictures are now.
+    batch, feature, *spatial = (d + (d >= at) for d in lhs_spec)
+    numbers: Any = ((feature, *spatial), (into, *window)), ((), ())
+    result = multiply_on_cpu(patches, rhs, numbers, to)
+    # The stacked dimension stands beside that of the batch.
+    stack = 0 if at < batch else 1
+    rest = result.shape[stack + 1 :]
+    result = result.reshape(*result.shape[:stack], *outs, *rest)
+    first = 0 if stack else len(outs)
+    order = [first, result.ndim - 1, *range(stack, stack + len(outs))]
+    return lax.transpose(result, [order[out_spec.index(d)] for d in range(lhs.ndim)])
+
+
+def _sliced(lhs: Any, spans: Iterable[tuple[int, int, int, int]]) -> Any:
+    """So many elements of some dimensions, from a first one on, in steps."""
+    first, last, step = [0] * lhs.ndim, list(lhs.shape), [1] * lhs.ndim
+    for d, start, size, stride in spans:
+        first[d], last[d], step[d] = start, start + (size - 1) * stride + 1, stride
+    return lax.slice(lhs, first, last, step)
+
+
+def merged(stacked: Any, dims: Sequence[int], *, minor: bool = False) -> Any:
+    """An array whose leading dimensions are merged into others, one into each."""
+    order: list[int] = []
+    sizes = []
+    for d in range(stacked.ndim - len(dims)):
+        together = [len(dims) + d]
+        if d in dims:
+            together.insert(1 if minor else 0, dims.index(d))
+        order += together
+        sizes.append(math.prod(stacked.shape[at] for at in together))
+    return lax.transpose(stacked, order).reshape(sizes)

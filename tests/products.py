@@ -1,0 +1,63 @@
+"""Products of jamp's own against JAX's in float32, on processors jamp is told to be on.
+
+Operands are small integers, which 16 bits and their products hold exactly: results and
+gradients are equal to those of float32, not near them.
+"""
+
+from contextlib import contextmanager
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jamp
+from jamp._lowerings import processor
+
+
+@contextmanager
+def processor_with(flags, folder):
+    """Has jamp take the processor for one with other instructions than it has."""
+    file = folder / "cpuinfo"
+    file.write_text(f"flags\t: {flags}\n", encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processor, "_CPU_INFO", file)
+        processor.bfloat16_instructions.cache_clear()
+        yield
+    processor.bfloat16_instructions.cache_clear()
+
+
+def cast(fn):
+    return jamp.autocast(fn, device_type="cpu", dtype=jnp.bfloat16)
+
+
+def integers(seed, shape):
+    return np.random.default_rng(seed).integers(-2, 3, shape).astype(np.float32)
+
+
+def derivatives(fn, x, y, ct):
+    """Results, gradients, tangents and batches of a product."""
+
+    def scaled(x, y):
+        return jnp.vdot(fn(x, y).astype(jnp.float32), ct)
+
+    gradients = jax.grad(scaled, argnums=(0, 1))
+    stacked = jnp.stack([x, x - 1]), jnp.stack([y, y + 1])
+    return (
+        fn(x, y),
+        gradients(x, y),
+        jax.jvp(fn, (x, y), (jnp.sign(x), jnp.sign(y))),
+        jax.jvp(gradients, (x, y), (jnp.sign(x), jnp.sign(y))),
+        jax.vmap(fn, (0, 0))(*stacked),
+        jax.vmap(fn, (None, 0), min(ct.ndim, 1))(x, stacked[1]),
+        jax.vmap(gradients, (0, None))(stacked[0], y),
+    )
+
+
+def assert_equal_derivatives(fn, x, y):
+    ct = jax.device_put(integers(2, jax.eval_shape(fn, x, y).shape))
+    # One program: to compile it takes less time than to compile two.
+    both = jax.jit(lambda *args: [derivatives(f, *args) for f in (cast(fn), fn)])
+    for a, b in zip(*map(jax.tree.leaves, both(x, y, ct)), strict=True):
+        # What has 16 bits was rounded once.
+        np.testing.assert_array_equal(a, b.astype(a.dtype))

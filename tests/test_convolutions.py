@@ -1,0 +1,137 @@
+"""Convolutions of jamp's own, as they are bound under autocast, against JAX's."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from products import assert_equal_derivatives, cast, integers, processor_with
+
+from jamp._lowerings import convolution, patches
+
+
+@pytest.fixture
+def amx(tmp_path):
+    with processor_with("avx2 avx512_bf16 amx_bf16", tmp_path):
+        yield
+
+
+@pytest.fixture(scope="module", params=["avx2", "avx2 avx512_bf16"])
+def on_processor(request, tmp_path_factory):
+    with processor_with(request.param, tmp_path_factory.mktemp("processor")):
+        yield
+
+
+NHWC = ("NHWC", "HWIO", "NHWC")
+CONVOLUTIONS = {
+    "1x1": ((2, 4, 4, 3), (1, 1, 3, 5), {}),
+    "1x1 with strides": ((2, 5, 5, 3), (1, 1, 3, 5), dict(window_strides=(2, 2))),
+    "3x3, few features": ((2, 5, 5, 3), (3, 3, 3, 5), dict(padding="SAME")),
+    "3x3, many features": ((2, 5, 5, 3), (3, 3, 3, 130), dict(padding="SAME")),
+    "strides": ((2, 7, 6, 3), (3, 3, 3, 130), dict(window_strides=(2, 3))),
+    "strides, few features": ((2, 7, 6, 3), (3, 3, 3, 2), dict(window_strides=(2, 2))),
+    "strides, a larger window": (
+        (2, 7, 9, 3),
+        (3, 5, 3, 130),
+        dict(window_strides=(1, 2), padding=[(1, 1), (2, 1)]),
+    ),
+    "dilated window": ((2, 7, 7, 3), (2, 3, 3, 130), dict(rhs_dilation=(2, 1))),
+    "transposed": ((2, 3, 4, 3), (3, 2, 3, 130), dict(lhs_dilation=(2, 3))),
+    "both dilated": (
+        (1, 4, 4, 2),
+        (2, 2, 2, 3),
+        dict(lhs_dilation=(2, 1), rhs_dilation=(1, 2)),
+    ),
+    "padding of one side": (
+        (2, 4, 4, 3),
+        (3, 3, 3, 130),
+        dict(padding=[(0, 2), (1, 0)]),
+    ),
+    "negative padding": (
+        (2, 6, 6, 3),
+        (3, 3, 3, 130),
+        dict(padding=[(-1, 1), (0, -1)]),
+    ),
+    "groups": ((2, 4, 4, 4), (3, 3, 2, 6), dict(feature_group_count=2)),
+    "groups of the batch": ((4, 4, 4, 2), (3, 3, 2, 6), dict(batch_group_count=2)),
+    "channels first": (
+        (2, 3, 5, 5),
+        (130, 3, 2, 3),
+        dict(dimension_numbers=("NCHW", "OIHW", "NCHW")),
+    ),
+    "mixed orders": (
+        (5, 2, 4, 3),
+        (3, 2, 130, 2),
+        dict(dimension_numbers=("HNWC", "IHOW", "CWNH")),
+    ),
+    "1D": ((2, 6, 3), (3, 3, 130), dict(dimension_numbers=("NHC", "HIO", "NHC"))),
+    "1D, strides": (
+        (2, 11, 3),
+        (5, 3, 130),
+        dict(dimension_numbers=("NHC", "HIO", "NHC"), window_strides=(2,)),
+    ),
+    "3D": (
+        (1, 3, 4, 3, 2),
+        (2, 2, 2, 2, 130),
+        dict(dimension_numbers=("NDHWC", "DHWIO", "NDHWC")),
+    ),
+    "empty batch": ((0, 4, 4, 3), (3, 3, 3, 130), {}),
+    "smaller than the window": ((2, 2, 2, 3), (3, 3, 3, 130), {}),
+}
+
+
+IN_PARTS = (
+    "3x3, many features",
+    "strides",
+    "strides, a larger window",
+    "channels first",
+    "mixed orders",
+    "1D, strides",
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "at_once"),
+    [*((name, 2**24) for name in CONVOLUTIONS), *((name, 64) for name in IN_PARTS)],
+)
+@pytest.mark.usefixtures("amx")
+def test_convolutions_of_every_kind_and_their_derivatives(name, at_once, monkeypatch):
+    monkeypatch.setattr(patches, "_MOST_BYTES", at_once)
+    monkeypatch.setattr(patches, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(convolution, "_LEAST_FEATURES", 1)
+    left, right, options = CONVOLUTIONS[name]
+    spatial = len(left) - 2
+    given = dict(window_strides=(1,) * spatial, padding=[(0, 0)] * spatial)
+    fn = functools.partial(
+        lax.conv_general_dilated,
+        **{**given, "dimension_numbers": NHWC, **options},
+    )
+    x, y = (jax.device_put(integers(i, shape)) for i, shape in enumerate((left, right)))
+    assert_equal_derivatives(fn, x, y)
+
+
+@pytest.mark.usefixtures("amx")
+def test_training_a_convolution_takes_less_memory_than_in_float32(monkeypatch):
+    """No float32 copy of the pictures that patches are taken from, in particular."""
+    monkeypatch.setattr(patches, "_MOST_BYTES", 2**20)
+    x, w = jnp.ones((8, 64, 64, 64)), jnp.ones((3, 3, 64, 128))
+
+    def loss(w, x):
+        padding = [(1, 1), (1, 1)]
+        y = lax.conv_general_dilated(x, w, (2, 2), padding, dimension_numbers=NHWC)
+        return jnp.mean(y.astype(jnp.float32) ** 2)
+
+    def memory(fn):
+        compiled = jax.jit(jax.grad(fn)).lower(w, x).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert memory(cast(loss)) < memory(loss)
+
+
+@pytest.mark.usefixtures("on_processor")
+def test_weights_that_are_stored_in_16_bits_convolve_alike():
+    x, w = (jax.random.normal(jax.random.key(i), (5, 5, 5, 5)) for i in range(2))
+    fn = jax.jit(cast(lambda w, x: lax.conv_general_dilated(x, w, (1, 1), "SAME")))
+    np.testing.assert_array_equal(fn(w, x), fn(w.astype(jnp.bfloat16), x))
