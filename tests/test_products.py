@@ -112,6 +112,16 @@ def test_a_transpose_behind_leaves_a_product_in_the_layout_with_instructions(tmp
     assert re.findall(r"lhs_contracting_dims=(\S+),", compiled) == ["{1}"]
 
 
+@pytest.mark.usefixtures("amx")
+def test_the_gradient_of_attentions_values_has_a_dimension_more():
+    """XLA would make it in float32 of the cotangent that einsum transposes."""
+    weights, values = jnp.ones((2, 3, 8, 5)), jnp.ones((2, 5, 3, 4))
+    attend = cast(lambda v, p: jnp.einsum("bhqk,bkhd->bqhd", p, v))
+    gradient = jax.grad(lambda v, p: jnp.sum(attend(v, p).astype(jnp.float32) ** 2))
+    lowered = jax.jit(gradient).lower(values, weights).as_text()
+    assert "tensor<2x3x4x8x1xbf16>, tensor<2x3x8x5x1xbf16>" in lowered
+
+
 ROUNDED_WITH_AMX = {
     "small": ((64, 256, 1024), False),
     "much is added up": ((512, 1024, 1024), False),

@@ -31,7 +31,8 @@ DimensionNumbers = tuple[tuple[Dims, Dims], tuple[Dims, Dims]]
 def _product_on_cpu(lhs: Any, rhs: Any, wide: Any, params: dict[str, Any]) -> Any:
     numbers, to = params["dimension_numbers"], params["preferred_element_type"]
     if lhs.dtype == BFLOAT16 and has_fast_products():
-        return multiply_on_cpu(lhs, rhs, numbers, to, params["out_sharding"])
+        transposed, sharding = params["transposed"], params["out_sharding"]
+        return multiply_on_cpu(lhs, rhs, numbers, to, sharding, transposed=transposed)
     # Multiplied and summed in float32: the same product, without a loop that takes its
     # operands apart one by one. XLA has none of 16 bits that gives float32 elsewhere.
     slow = lhs.dtype == FLOAT16 or multiplies_bfloat16() is False
@@ -53,15 +54,20 @@ def multiply_on_cpu(
     dimension_numbers: DimensionNumbers,
     to: DType,
     out_sharding: Any = None,
+    *,
+    transposed: bool = False,
 ) -> Any:
     """A product of bfloat16 arrays, added up in float32, by fast instructions.
 
     XLA takes them only where the contracted dimension of the left operand is its last.
     It transposes one that is not, instead of failing or going through a loop, if the
-    operands have a dimension of size one more.
+    operands have a dimension of size one more. So it does with a cotangent that was
+    transposed on the way, as in attention: a stack of matrices that is multiplied with
+    it would be in float32.
     """
     (left, right), batch = dimension_numbers
-    if len(left) == 1 and left[0] < lhs.ndim - 1:
+    inner = len(left) == 1 and left[0] < lhs.ndim - 1
+    if inner or (transposed and _are_matrices(lhs, rhs, dimension_numbers)):
         dimension_numbers = ((*left, lhs.ndim), (*right, rhs.ndim)), batch
         lhs, rhs = (lax.expand_dims(array, (array.ndim,)) for array in (lhs, rhs))
     rounded = to == BFLOAT16 and _rounds(lhs, rhs, dimension_numbers)
@@ -76,6 +82,13 @@ def multiply_on_cpu(
         out_sharding=out_sharding,
     )
     return lax.convert_element_type(lax.optimization_barrier(result), to)
+
+
+def _are_matrices(lhs: Any, rhs: Any, dims: DimensionNumbers) -> bool:
+    """Whether this is a stack of products of matrices, each as it is."""
+    (left, right), (left_batch, right_batch) = dims
+    stacked = lhs.ndim > 2 and left_batch == right_batch == tuple(range(lhs.ndim - 2))
+    return stacked and left == (lhs.ndim - 1,) and right == (rhs.ndim - 2,)
 
 
 def _rounds(lhs: Any, rhs: Any, dims: DimensionNumbers) -> bool:
@@ -130,6 +143,7 @@ def _gradient(place: int, cotangent: Any, *factors: Any, **params: Any) -> Any:
         "dimension_numbers": numbers,
         "preferred_element_type": aval.dtype,
         "out_sharding": _sharding_in(aval, order),
+        "transposed": order != sorted(order),
     }
     result = product_p.bind(*factors, **params)
     return lax.transpose(result, np.argsort(order))
