@@ -14,6 +14,7 @@ import pytest
 
 # No public function makes the context of a lowering.
 from jax._src.interpreters import mlir  # noqa: TID251
+from products import processor_with
 
 from jamp._diagnose import judge
 from jamp._lowerings import processor
@@ -111,3 +112,15 @@ def choose_processor(monkeypatch, tmp_path):
     yield choose
     for cached in caches:
         cached.cache_clear()
+
+
+@pytest.fixture
+def amx(tmp_path):
+    with processor_with("avx2 avx512_bf16 amx_bf16", tmp_path):
+        yield
+
+
+@pytest.fixture(scope="module", params=["avx2", "avx2 avx512_bf16"])
+def on_processor(request, tmp_path_factory):
+    with processor_with(request.param, tmp_path_factory.mktemp("processor")):
+        yield

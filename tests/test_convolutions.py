@@ -7,22 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from products import assert_equal_derivatives, cast, integers, processor_with
+from products import assert_equal_derivatives, cast, integers
 
 from jamp._lowerings import convolution, patches
-
-
-@pytest.fixture
-def amx(tmp_path):
-    with processor_with("avx2 avx512_bf16 amx_bf16", tmp_path):
-        yield
-
-
-@pytest.fixture(scope="module", params=["avx2", "avx2 avx512_bf16"])
-def on_processor(request, tmp_path_factory):
-    with processor_with(request.param, tmp_path_factory.mktemp("processor")):
-        yield
-
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 CONVOLUTIONS = {

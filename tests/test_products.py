@@ -24,18 +24,6 @@ from jamp._lowerings.product import product_p
 W, X = (jax.device_put(np.ones(shape, np.float32)) for shape in ((3, 4), (5, 3)))
 
 
-@pytest.fixture
-def amx(tmp_path):
-    with processor_with("avx2 avx512_bf16 amx_bf16", tmp_path):
-        yield
-
-
-@pytest.fixture(scope="module", params=["avx2", "avx2 avx512_bf16"])
-def on_processor(request, tmp_path_factory):
-    with processor_with(request.param, tmp_path_factory.mktemp("processor")):
-        yield
-
-
 @st.composite
 def layouts(draw):
     """Two shapes and the dimension numbers of a product of arrays of these."""
