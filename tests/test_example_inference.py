@@ -41,6 +41,8 @@ def test_the_program_computes_in_16_bits(stored):
 def test_weights_in_16_bits_are_half_as_large_and_predict_the_same(stored):
     result, _ = stored
     assert result.identical
+    # 16 bits have 8 of them for the digits.
+    assert result.difference < 2 * 2.0**-8
     assert result.accuracy["bfloat16"] == result.accuracy["float32"]
     assert result.weight_bytes["bfloat16"] < 0.51 * result.weight_bytes["float32"]
 
