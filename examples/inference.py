@@ -32,9 +32,7 @@ class Result(NamedTuple):
     accuracy: dict[str, float]  # of both sets of weights, on the test images
     weight_bytes: dict[str, int]  # of both, stored
     identical: bool  # whether both give the same logits
-    difference: (
-        float  # from the logits before storing, relative to the largest of these
-    )
+    difference: float  # from the logits before storing, relative to the largest
     low_flop_share: float  # of the matrix products and convolutions, in bfloat16
 
 

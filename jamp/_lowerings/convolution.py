@@ -75,7 +75,7 @@ def _convolved(lhs: Any, rhs: Any, shape: Shape, to: DType, wide: Any) -> Any:
         return _by_xla(wide, rhs, shape, to)
     # Pictures are rounded part by part: XLA would write them all, twice if they are
     # padded in two ways. Where it moves 16 bits as float32, it rounds them all anyway.
-    pictures = wide if not CONVERTS_STACKS else rounded(wide)
+    pictures = rounded(wide) if CONVERTS_STACKS else wide
     convolve = by_windows if by_window else by_places
     return convolve(lhs if count == 1 else pictures, rhs, shape, outs, to)
 

@@ -104,9 +104,9 @@ def _folded(lhs: Any, shape: Shape, steps: list[Steps]) -> tuple[Any, list[Steps
     *others, last = steps
     stride, taps, each = last.stride, len(last.features), last.features[0]
     beside = shape.dimension_numbers.lhs_spec[1] == last.dim + 1 == lhs.ndim - 1
-    apart = stride == 1 or taps == 1 or last.dilation > 1 or not beside
+    neighbours = beside and stride > 1 and taps > 1 and last.dilation == 1
     # Where XLA moves each element by itself, nothing is gained.
-    if apart or CONVERTS_STACKS:
+    if CONVERTS_STACKS or not neighbours:
         return _padded(lhs, shape), steps
     features = [min(stride, taps - at) * each for at in range(0, taps, stride)]
     blocks = last.size + len(features) - 1
@@ -124,24 +124,26 @@ def by_windows(lhs: Any, rhs: Any, shape: Shape, outs: Sequence[int], to: DType)
     A patch is all that a window meets. At a time it is those of some pictures, or of
     some rows of one.
     """
-    (batch, *_), (out, into, *_), out_spec = shape.dimension_numbers
-    if rhs.size == rhs.shape[out] * rhs.shape[into]:
-        steps = _steps(lhs, rhs, shape, outs)
-        return _of_windows(_padded(lhs, shape), rhs, shape, steps, to)
-    rows = shape.dimension_numbers.lhs_spec[2]
-    each = math.prod(outs) * rhs.size // rhs.shape[out] * BFLOAT16.itemsize
+    (batch, _, *spatial), (out, into, *window), out_spec = shape.dimension_numbers
+    weights = lax.transpose(rhs, (*window, into, out)).reshape(-1, rhs.shape[out])
+    steps = _steps(lhs, rhs, shape, outs)
+    if weights.shape[0] == rhs.shape[into]:
+        return _of_windows(_padded(lhs, shape), weights, shape, steps, to)
+    rows = spatial[0]
+    each = math.prod(outs) * weights.shape[0] * BFLOAT16.itemsize
     pictures = _part(lhs.shape[batch], each)
     size = outs[0] if pictures > 1 else _part(outs[0], each // outs[0])
     if size * each // outs[0] < _LEAST_BYTES:
         size = outs[0]
 
     def convolve(some: Any) -> Any:
-        steps = _steps(some, rhs, shape, outs)
-        low, steps = _folded(rounded(some), shape, steps)
-        stride = steps[0].stride
+        low, (first, *others) = _folded(rounded(some), shape, steps)
+        stride = first.stride
         reach = low.shape[rows] - (outs[0] - size) * stride
-        steps[0] = steps[0]._replace(size=size)
-        multiply = partial(_of_windows, rhs=rhs, shape=shape, steps=steps, to=to)
+        taken = [first._replace(size=size), *others]
+        multiply = partial(
+            _of_windows, weights=weights, shape=shape, steps=taken, to=to
+        )
         some_rows = outs[0] // size, size * stride, reach
         return _in_parts(multiply, low, some_rows, rows, out_spec[2])
 
@@ -175,14 +177,13 @@ def _in_parts(
 
 
 def _of_windows(
-    lhs: Any, rhs: Any, shape: Shape, steps: Sequence[Steps], to: DType
+    lhs: Any, weights: Any, shape: Shape, steps: Sequence[Steps], to: DType
 ) -> Any:
     """The result for padded pictures, of their patches at once.
 
     Patches are stacked slices, one for each place in the window.
     """
-    (batch, feature, *_), (out, into, *window), out_spec = shape.dimension_numbers
-    weights = lax.transpose(rhs, (*window, into, out)).reshape(-1, rhs.shape[out])
+    (batch, feature, *_), _, out_spec = shape.dimension_numbers
     taken = []
     for places in itertools.product(*(range(len(of.features)) for of in steps)):
         spans = [
