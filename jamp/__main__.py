@@ -18,14 +18,15 @@ import jax
 
 from jamp import Diagnosis, Policy, Report, __version__, diagnose, explain
 from jamp._errors import JampError, TargetError
-from jamp._lowerings.processor import bfloat16_instructions, multiplies_bfloat16
+from jamp._lowerings.processor import this_processor
 from jamp._policy.policy import named_rules
 from jamp._tracing.origin import users_frame
 from jamp._tracing.regions import device_kind
 
 _BFLOAT16 = {
     True: "matrix products take less time in 16 bits, the rest of a model does not",
-    False: "has no instructions for it (AVX512-BF16 or AMX): 16 bits save no time",
+    False: "no instructions that are faster than float32's (AMX, or AVX512-BF16 of "
+    "processors without AMX): 16 bits save time in convolutions at most",
     None: "not known",
 }
 _TARGET = {
@@ -159,8 +160,9 @@ def _info(chosen: argparse.Namespace) -> Outcome:
     rows["policy"] = kind
     rows["dtype"] = Policy.load(kind).dtype.name
     if kind == "cpu":
-        known = ", ".join(sorted(bfloat16_instructions() or ()))
-        words = filter(None, (known, _BFLOAT16[multiplies_bfloat16()]))
+        processor = this_processor()
+        known = ", ".join(sorted(processor.instructions))
+        words = filter(None, (known, _BFLOAT16[processor.gains]))
         rows["bfloat16 on this processor"] = ": ".join(words)
     width = max(map(len, rows))
     return [f"{name:{width}}  {value}" for name, value in rows.items()], 0

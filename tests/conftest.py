@@ -99,10 +99,9 @@ def pytest_runtest_teardown(item):
 @pytest.fixture
 def choose_processor(monkeypatch, tmp_path):
     """Gives this machine another processor, by what /proc/cpuinfo says of it."""
-    caches = (processor.bfloat16_instructions, processor.warn_if_slow)
+    caches = (processor.this_processor, processor.warn_if_slow)
 
-    def choose(cpu_info, devices=1):
-        monkeypatch.setattr(jax, "device_count", lambda: devices)
+    def choose(cpu_info):
         file = tmp_path / "cpuinfo"
         file.write_text(cpu_info, encoding="utf-8")
         monkeypatch.setattr(processor, "_CPU_INFO", file)

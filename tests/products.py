@@ -22,9 +22,9 @@ def processor_with(flags, folder):
     file.write_text(f"flags\t: {flags}\n", encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(processor, "_CPU_INFO", file)
-        processor.bfloat16_instructions.cache_clear()
+        processor.this_processor.cache_clear()
         yield
-    processor.bfloat16_instructions.cache_clear()
+    processor.this_processor.cache_clear()
 
 
 def cast(fn):

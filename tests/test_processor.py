@@ -9,30 +9,37 @@ import jax.numpy as jnp
 import jaxlib
 import numpy as np
 import pytest
+from jax import P
+from jax.sharding import AxisType, NamedSharding
 
 import jamp
 from jamp._lowerings import processor as _processor
 
 OLD = "model name\t: An x86\nflags\t\t: fpu sse2 avx2 avx512f\n\nprocessor: 1"
 NEW = OLD.replace("avx512f", "avx512f avx512_bf16")
+# What a virtual machine sees of a processor whose AMX it is not given.
+HELD_BACK = "vendor_id\t: GenuineIntel\n" + NEW.replace("_bf16", "_bf16 avx512_fp16")
 X = jnp.ones((2, 2))
 IN_FLOAT32 = "algorithm = <lhs_precision_type = f32, rhs_precision_type = f32"
 
 
 @pytest.mark.parametrize(
-    ("cpu_info", "multiplies"),
+    ("cpu_info", "gains"),
     [
         (OLD, False),
         (NEW, True),
+        (HELD_BACK, False),
+        (HELD_BACK.replace("GenuineIntel", "AuthenticAMD"), True),
+        (HELD_BACK.replace(" avx512_fp16", ""), True),
+        (HELD_BACK.replace("avx512f", "amx_bf16 amx_tile"), True),
         (OLD.replace("avx512f", "amx_bf16 amx_tile"), True),
         ("Features\t: fp asimd bf16 i8mm\n", True),
         ("Features\t: fp asimd\n", False),
         ("", None),
     ],
 )
-def test_processors_are_told_by_their_flags(cpu_info, multiplies):
-    found = _processor.bfloat16_instructions(cpu_info)
-    assert (None if found is None else bool(found)) is multiplies
+def test_what_processors_gain_is_told_by_their_flags(cpu_info, gains):
+    assert _processor.Processor.described(cpu_info).gains is gains
 
 
 @pytest.fixture
@@ -42,7 +49,8 @@ def old_processor(choose_processor):
 
 @pytest.mark.usefixtures("old_processor")
 def test_autocast_on_a_slow_processor_warns_once_where_it_is_called():
-    with pytest.warns(jamp.JampWarning, match="saves no time on it") as caught:
+    words = "saves time in convolutions at most"
+    with pytest.warns(jamp.JampWarning, match=words) as caught:
         jamp.autocast(jnp.matmul)(X, X)
         jamp.autocast(jnp.dot)(X, X)
     assert [warning.filename for warning in caught] == [__file__]
@@ -135,8 +143,28 @@ def test_float16_matrices_are_multiplied_in_float32_on_every_processor(
 
 
 def test_several_devices_are_spared_float32_copies_of_what_they_share(choose_processor):
-    choose_processor(OLD, devices=2)
-    assert products(jamp.autocast(jnp.matmul), X, X) == [PLAIN]
+    choose_processor(OLD)
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,))
+    shared = jax.device_put(X, NamedSharding(mesh, P("i")))
+    assert products(jamp.autocast(jnp.matmul), shared, X) == [PLAIN]
+    # Each has its own part of it in a shard_map.
+    own = jax.shard_map(jnp.matmul, mesh=mesh, in_specs=(P("i"), P()), out_specs=P("i"))
+    assert products(jamp.autocast(own), shared, X) == [WIDE]
+
+
+ROWS = {"few": (32, LOW), "many": (33, WIDE)}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_instructions_as_slow_as_float32_multiply_few_rows_alone(
+    choose_processor, name
+):
+    """Few rows take less time than a float32 copy of the matrix."""
+    choose_processor(HELD_BACK)
+    rows, product = ROWS[name]
+    fn = jamp.autocast(jnp.matmul, dtype=jnp.bfloat16)
+    for shapes in ([(rows, 64), (64, 64)], [(64, 64), (64, rows)]):
+        assert products(fn, *map(jnp.ones, shapes)) == [product]
 
 
 @pytest.mark.parametrize(
@@ -173,7 +201,9 @@ LAYOUTS = {
 SIZES = dict(b=2, h=3, i=4, j=5, k=6, q=4, d=5)
 
 
-@pytest.mark.parametrize("cpu_info", [OLD, NEW], ids=["old", "new"])
+@pytest.mark.parametrize(
+    "cpu_info", [OLD, NEW, HELD_BACK], ids=["old", "new", "held back"]
+)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_derivatives_of_products_in_every_layout(choose_processor, cpu_info, layout):
     choose_processor(cpu_info)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax import lax
+from jax import P, lax
+from jax.sharding import AxisType, NamedSharding
 from jax.test_util import check_grads
 from jaxprs import equations, matmul_dtypes, traced
 from products import assert_equal_derivatives, cast, integers, processor_with
@@ -110,6 +111,46 @@ def test_the_gradient_of_attentions_values_has_a_dimension_more():
     assert "tensor<2x3x4x8x1xbf16>, tensor<2x3x8x5x1xbf16>" in lowered
 
 
+# What XLA is given of a row and a matrix, the row first; of a matrix whose rows are
+# added up, halves.
+SINGLE_ROWS = {
+    "row, matrix": ("ik,kj->ij", (1, 6), (6, 5), "2x2x3xbf16>, tensor<2x3x5xbf16>"),
+    "vector, matrix": ("k,kj->j", (6,), (6, 5), "2x2x3xbf16>, tensor<2x3x5xbf16>"),
+    "an odd number": ("k,kj->j", (7,), (7, 5), "2x7xbf16>, tensor<7x5xbf16>"),
+    "columns": ("ik,jk->ij", (1, 6), (5, 6), "2x6xbf16>, tensor<5x6xbf16>"),
+    "matrix, vector": ("jk,k->j", (5, 6), (6,), "2x6xbf16>, tensor<5x6xbf16>"),
+    "matrix, columns": ("jk,ik->ji", (5, 6), (1, 6), "2x6xbf16>, tensor<5x6xbf16>"),
+    "two ones": ("akb,kj->abj", (1, 6, 1), (6, 5), "2x2x3xbf16>, tensor<2x3x5xbf16>"),
+    "rows of stacks": (
+        "bk,kbj->bj",
+        (2, 6),
+        (6, 2, 5),
+        "2x2x6xbf16>, tensor<6x2x5xbf16>",
+    ),
+    "one query's scores": (
+        "bqhd,bkhd->bhqk",
+        (2, 1, 3, 4),
+        (2, 5, 3, 4),
+        "2x3x2x4xbf16>, tensor<2x5x3x4xbf16>",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SINGLE_ROWS)
+def test_a_single_row_is_multiplied_as_two_rows(name, tmp_path):
+    """XLA would write out the matrix in float32."""
+    subscripts, left, right, operands = SINGLE_ROWS[name]
+    x, y = (jax.device_put(integers(i, shape)) for i, shape in enumerate((left, right)))
+    fn = functools.partial(jnp.einsum, subscripts)
+    with processor_with("avx2 avx512_bf16", tmp_path):
+        lowered = jax.jit(cast(fn)).lower(x, y)
+        found = lowered.compile()(x, y)
+        assert_equal_derivatives(fn, x, y)
+    (taken,) = re.findall(r"dot_general .*: \(tensor<(.*)>\) ->", lowered.as_text())
+    assert f"{taken}>" == operands
+    np.testing.assert_array_equal(found, fn(x, y))
+
+
 ROUNDED_WITH_AMX = {
     "small": ((64, 256, 1024), False),
     "much is added up": ((512, 1024, 1024), False),
@@ -168,12 +209,13 @@ def test_a_policy_may_round_the_gradients_of_weights(tmp_path, capsys):
 
 @pytest.mark.parametrize("flags", ["avx2", "avx2 avx512_bf16"])
 def test_the_gradient_of_a_weight_is_that_of_float32_on_several_devices(
-    flags, tmp_path, monkeypatch
+    flags, tmp_path
 ):
-    monkeypatch.setattr(jax, "device_count", lambda: 2)
     x, w = jnp.asarray(integers(0, (2, 5, 3))), jnp.asarray(integers(1, (2, 3, 4)))
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,))
+    spread = jax.device_put((w, x), NamedSharding(mesh, P("i")))
     with processor_with(flags, tmp_path):
-        found = jax.jit(gradient_of(cast(jnp.matmul)))(w, x)
+        found = jax.jit(gradient_of(cast(jnp.matmul)))(*spread)
     np.testing.assert_array_equal(found, gradient_of(jnp.matmul)(w, x))
 
 

@@ -13,6 +13,7 @@ from constructs.sharding import grid, mesh, normal
 from jax import P, lax
 from jax.sharding import AxisType, NamedSharding
 from jaxprs import dtypes, matmul_dtypes, traced
+from products import processor_with
 from test_construct_matrix import LOW, TOLERANCE, cast, each_device, error
 
 import jamp
@@ -125,6 +126,29 @@ def test_the_devices_talk_no_more_than_without_autocast(fn, layout, device):
     plain = collectives(compiled(fn, *arguments))
     assert plain
     assert collectives(compiled(rewritten, *arguments)) <= plain
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("flags", ["avx2", "avx2 avx512_bf16"])
+def test_each_device_convolves_its_own_pictures(flags, kind, tmp_path):
+    """It takes no patches of those of others."""
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(kind,))
+    pictures = jax.device_put(normal(8, 5, 5, 8), NamedSharding(mesh, P("i")))
+    weights = jax.device_put(normal(3, 3, 8, 256), NamedSharding(mesh, P()))
+
+    def loss(weights, pictures):
+        orders = ("NHWC", "HWIO", "NHWC")
+        results = lax.conv_general_dilated(
+            pictures, weights, (1, 1), "SAME", dimension_numbers=orders
+        )
+        return jnp.mean(results.astype(jnp.float32) ** 2)
+
+    gradient = jax.grad(loss)
+    with processor_with(flags, tmp_path):
+        text = compiled(jax.grad(cast(loss, "cpu")), weights, pictures)
+    plain = collectives(compiled(gradient, weights, pictures))
+    assert plain
+    assert collectives(text) <= plain
 
 
 @each_device

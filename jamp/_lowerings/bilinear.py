@@ -63,7 +63,8 @@ def define(
     Args:
       known: the product of JAX's.
       on_cpu: what it is on CPUs, of operands in the dtype to multiply in, the left one
-        before it was brought to it, if that is at hand, and the parameters.
+        before it was brought to it, if that is at hand, whether they are on one
+        device, and the parameters.
       gradient: the cotangent of the left (0) or right (1) operand, in its dtype, from
         that number, the cotangent of the result, the operands and the parameters.
     """
@@ -83,10 +84,12 @@ def define(
         result = known.bind(*low, **known.get_bind_params(same))
         return lax.convert_element_type(result, wanted)
 
-    def run_on_cpu(lhs: Any, rhs: Any, *weights: Any, **params: Any) -> Any:
+    def run_on_cpu(
+        whole: bool, lhs: Any, rhs: Any, *weights: Any, **params: Any
+    ) -> Any:
         low = [lax.convert_element_type(a, params["dtype"]) for a in (lhs, rhs)]
         given = dict(zip(params["weights"], weights, strict=True))
-        return on_cpu(*low, given.get(0, lhs), params)
+        return on_cpu(*low, given.get(0, lhs), whole, params)
 
     def define_rules(primitive: Primitive, primal: Primitive) -> None:
         ad.primitive_jvps[primitive] = partial(_jvp, primal, product)
@@ -96,7 +99,7 @@ def define(
         saving[primitive] = partial(_save_like, known)
 
     product = like(known, abstract_eval)
-    lower(product, run, run_on_cpu)
+    lower(product, run, *(partial(run_on_cpu, whole) for whole in (False, True)))
     define_rules(product, product)
     if not KEEPS_BARRIERS:
         return product, product

@@ -29,8 +29,7 @@ from jamp._lowerings.patches import (
 )
 from jamp._lowerings.processor import (
     CONVERTS_STACKS,
-    has_amx,
-    has_fast_products,
+    this_processor,
 )
 
 # Patches are worth their time if each of their elements meets so many output features,
@@ -40,7 +39,9 @@ _LEAST_FEATURES = 8
 _MOST_SLICES = 64
 
 
-def _convolve_on_cpu(lhs: Any, rhs: Any, wide: Any, params: Mapping[str, Any]) -> Any:
+def _convolve_on_cpu(
+    lhs: Any, rhs: Any, wide: Any, whole: bool, params: Mapping[str, Any]
+) -> Any:
     """The convolution of two arrays of one 16-bit dtype, added up in float32.
 
     XLA convolves in float32, and need not have the pictures rounded that are at hand as
@@ -50,12 +51,14 @@ def _convolve_on_cpu(lhs: Any, rhs: Any, wide: Any, params: Mapping[str, Any]) -
     groups = shape.feature_group_count > 1 or shape.batch_group_count > 1
     sizes = [*lhs.shape, *rhs.shape]
     known = all(isinstance(size, int) and size > 0 for size in sizes)
-    if lhs.dtype == BFLOAT16 and has_fast_products() and known and not groups:
+    # On several devices each would take patches of all pictures.
+    parts = whole and this_processor().of_x86
+    if lhs.dtype == BFLOAT16 and parts and known and not groups:
         if all(d == 1 for d in shape.lhs_dilation):
             return _convolved(lhs, rhs, shape, to, wide)
         if all(s == 1 for s in (*shape.window_strides, *shape.rhs_dilation)):
             return _by_phases(lhs, rhs, shape, to)
-    return _by_xla(wide, rhs, shape, to)
+    return _by_xla(wide, rhs, shape, to, params["out_sharding"])
 
 
 def _convolved(lhs: Any, rhs: Any, shape: Shape, to: DType, wide: Any) -> Any:
@@ -69,7 +72,9 @@ def _convolved(lhs: Any, rhs: Any, shape: Shape, to: DType, wide: Any) -> Any:
     # Slices of few features take longer to stack than the convolution.
     long = not by_window or into >= _LEAST_FEATURES
     count = min(window, places)
-    worth = long and reused >= (_LEAST_REUSED_WITH_AMX if has_amx() else _LEAST_REUSED)
+    worth = long and reused >= (
+        _LEAST_REUSED_WITH_AMX if this_processor().has_amx else _LEAST_REUSED
+    )
     taken = count == 1 or (count <= _MOST_SLICES and (strided or worth))
     if min(outs, default=1) == 0 or not taken:
         return _by_xla(wide, rhs, shape, to)
@@ -80,10 +85,17 @@ def _convolved(lhs: Any, rhs: Any, shape: Shape, to: DType, wide: Any) -> Any:
     return convolve(lhs if count == 1 else pictures, rhs, shape, outs, to)
 
 
-def _by_xla(lhs: Any, rhs: Any, shape: Shape, to: DType) -> Any:
+def _by_xla(
+    lhs: Any, rhs: Any, shape: Shape, to: DType, out_sharding: Any = None
+) -> Any:
     lhs, rhs = (lax.convert_element_type(array, FLOAT32) for array in (lhs, rhs))
-    params = shape._asdict()
-    result = lax.conv_general_dilated(lhs, rhs, **params, precision=PRECISION)
+    result = lax.conv_general_dilated(
+        lhs,
+        rhs,
+        **shape._asdict(),
+        precision=PRECISION,
+        out_sharding=out_sharding,
+    )
     return lax.convert_element_type(result, to)
 
 

@@ -18,6 +18,8 @@ from jax.extend.mlir.dialects import func
 from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
+from jamp._lowerings.primitive import is_for_one_device
+
 Value = ir.Value[Any]
 
 # Before, XLA drops barriers before it decides what to run first.
@@ -97,12 +99,10 @@ def _lowered(program: Any, ctx: mlir.LoweringRuleContext, operands: list[Value])
 
 def _on_one_cpu(ctx: mlir.LoweringRuleContext) -> bool:
     module = ctx.module_context
-    axes = module.axis_context
-    if not isinstance(axes, mlir.ShardingContext) or axes.num_devices != 1:
-        return False
+    on_cpu = tuple(module.platforms) == ("cpu",)
     # An exported program may be called in a loop.
     exported = module.lowering_parameters.for_export
-    return tuple(module.platforms) == ("cpu",) and not exported
+    return on_cpu and is_for_one_device(ctx) and not exported
 
 
 def _transpose_before(value: Value) -> Any:

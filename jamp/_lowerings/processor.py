@@ -4,6 +4,7 @@ import re
 import warnings
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple, Self
 
 import jax
 import jaxlib
@@ -15,8 +16,8 @@ from jamp._tracing.origin import users_level
 _CPU_INFO = Path("/proc/cpuinfo")
 # Instructions that multiply bfloat16: those of x86 that XLA uses for matrix products,
 # and ARM's.
-_OF_X86 = {"avx512_bf16", "amx_bf16"}
-_MULTIPLIES = {*_OF_X86, "bf16"}
+_OF_X86 = frozenset({"avx512_bf16", "amx_bf16"})
+_OF_ARM = frozenset({"bf16"})
 
 # Whether XLA converts all of a stack of bfloat16 to put one more on it.
 CONVERTS_STACKS = jaxlib.version.__version_info__ < (0, 11, 2)
@@ -24,28 +25,69 @@ CONVERTS_STACKS = jaxlib.version.__version_info__ < (0, 11, 2)
 ROUNDS_PRODUCTS = jaxlib.version.__version_info__ >= (0, 11)
 
 
+class Processor(NamedTuple):
+    """A processor, as /proc/cpuinfo describes it.
+
+    Attributes:
+      features: what it can do, by the names of Linux; None if it is not known.
+      of_x86: whether it is known to be one of x86.
+      vendor: who made it, by its own name of itself.
+    """
+
+    features: frozenset[str] | None
+    of_x86: bool
+    vendor: str
+
+    @classmethod
+    def described(cls, cpu_info: str) -> Self:
+        vendor, flags, features = (
+            re.search(rf"^{field}\s*: (.*)$", cpu_info, re.MULTILINE)
+            for field in ("vendor_id", "flags", "Features")
+        )
+        known = flags or features
+        names = None if known is None else frozenset(known[1].split())
+        return cls(names, bool(flags), vendor[1] if vendor else "")
+
+    @property
+    def instructions(self) -> frozenset[str]:
+        """Those that multiply bfloat16."""
+        return (self.features or frozenset()) & (_OF_X86 | _OF_ARM)
+
+    @property
+    def has_amx(self) -> bool:
+        return "amx_bf16" in self.instructions
+
+    @property
+    def has_fast_products(self) -> bool:
+        """Whether XLA multiplies bfloat16 matrices with its instructions."""
+        return not _OF_X86.isdisjoint(self.instructions)
+
+    @property
+    def is_held_back(self) -> bool:
+        """Whether its instructions are no faster than those of float32.
+
+        Intel's AVX512-BF16 is not, of processors that have AMX, float16 with it, where
+        AMX can't be used, as in a virtual machine that hides it.
+        """
+        hidden = "avx512_fp16" in (self.features or ()) and not self.has_amx
+        return hidden and self.has_fast_products and self.vendor == "GenuineIntel"
+
+    @property
+    def gains(self) -> bool | None:
+        """Whether products of bfloat16 take less time than of float32.
+
+        None if it is not known.
+        """
+        if self.features is None:
+            return None
+        return bool(self.instructions) and not self.is_held_back
+
+
 @cache
-def bfloat16_instructions(cpu_info: str | None = None) -> frozenset[str] | None:
-    """Those of a processor, by default of this one; None if they are not known."""
-    if cpu_info is None:
-        cpu_info = _CPU_INFO.read_text(encoding="utf-8") if _CPU_INFO.exists() else ""
-    flags = re.search(r"^(?:flags|Features)\s*: (.*)$", cpu_info, re.MULTILINE)
-    return None if flags is None else frozenset(flags[1].split()) & _MULTIPLIES
-
-
-def multiplies_bfloat16() -> bool | None:
-    """Whether this processor can; None if it is not known."""
-    found = bfloat16_instructions()
-    return None if found is None else bool(found)
-
-
-def has_fast_products() -> bool:
-    """Whether XLA multiplies bfloat16 matrices with instructions of this processor."""
-    return not _OF_X86.isdisjoint(bfloat16_instructions() or ())
-
-
-def has_amx() -> bool:
-    return "amx_bf16" in (bfloat16_instructions() or ())
+def this_processor() -> Processor:
+    """The processor that this runs on."""
+    known = _CPU_INFO.exists()
+    return Processor.described(_CPU_INFO.read_text(encoding="utf-8") if known else "")
 
 
 @cache
@@ -53,15 +95,19 @@ def warn_if_slow(dtype: DType) -> None:
     """Warns, once, if JAX computes on a processor where a dtype only costs time."""
     if jax.default_backend() != "cpu":
         return
-    if dtype == FLOAT16 and has_fast_products():
+    processor = this_processor()
+    if dtype == FLOAT16 and processor.has_fast_products:
         lacks = (
             "products of float16 in XLA: autocast saves no time with it. bfloat16 is "
             "the dtype for CPUs"
         )
-    elif multiplies_bfloat16() is False:
+    elif processor.gains is False:
         what = "16-bit products" if dtype == FLOAT16 else "bfloat16"
+        which = "AVX512-BF16 or AMX"
+        if processor.is_held_back:
+            which = "AMX; its AVX512-BF16 is as slow as float32"
         lacks = (
-            f"{what} (AVX512-BF16 or AMX): autocast saves no time on it. "
+            f"{what} ({which}): autocast saves time in convolutions at most. "
             "jamp.autocast(fn, enabled=False) runs fn as written"
         )
     else:

@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -12,9 +12,7 @@ from jamp._dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from jamp._lowerings.bilinear import PRECISION, define
 from jamp._lowerings.processor import (
     ROUNDS_PRODUCTS,
-    has_amx,
-    has_fast_products,
-    multiplies_bfloat16,
+    this_processor,
 )
 
 # Of fewer multiplications XLA writes bfloat16 more slowly than float32, to be rounded.
@@ -23,41 +21,157 @@ _ROUNDED_FROM = 2**26
 # as wide as what it is of, one in float32 would take most of the memory.
 _MOST_ADDED = 256
 _WIDE = 8
+# Of more rows, a product in float32 is worth the casts of its operands.
+_FEW_ROWS = 32
 
 Dims = tuple[int, ...]
 DimensionNumbers = tuple[tuple[Dims, Dims], tuple[Dims, Dims]]
 
 
-def _product_on_cpu(lhs: Any, rhs: Any, wide: Any, params: dict[str, Any]) -> Any:
-    numbers, to = params["dimension_numbers"], params["preferred_element_type"]
-    if lhs.dtype == BFLOAT16 and has_fast_products():
-        transposed, sharding = params["transposed"], params["out_sharding"]
-        return multiply_on_cpu(lhs, rhs, numbers, to, sharding, transposed=transposed)
-    # Multiplied and summed in float32: the same product, without a loop that takes its
-    # operands apart one by one. XLA has none of 16 bits that gives float32 elsewhere.
-    slow = lhs.dtype == FLOAT16 or multiplies_bfloat16() is False
-    # Of sharded operands XLA would send float32 copies.
-    in_float32 = to == FLOAT32 or (slow and jax.device_count() == 1)
-    return lax.dot_general(
-        lhs,
-        rhs,
-        numbers,
-        precision=lax.DotAlgorithmPreset.F32_F32_F32 if in_float32 else PRECISION,
-        preferred_element_type=to,
-        out_sharding=params["out_sharding"],
-    )
+def _product_on_cpu(
+    lhs: Any, rhs: Any, wide: Any, whole: bool, params: dict[str, Any]
+) -> Any:
+    dims, to = params["dimension_numbers"], params["preferred_element_type"]
+    sharding = params["out_sharding"]
+    one_more = params["transposed"] and _are_matrices(lhs, rhs, dims)
+    if whole and sharding is None:
+        return multiply_on_cpu(lhs, rhs, dims, to, one_more=one_more)
+    if lhs.dtype == BFLOAT16 and this_processor().has_fast_products:
+        return _by_instructions(lhs, rhs, dims, to, sharding, one_more=one_more)
+    # Of sharded operands XLA would send float32 copies. It has no loop for 16 bits that
+    # gives float32.
+    return _by_xla(lhs, rhs, dims, to, sharding, in_float32=to == FLOAT32)
 
 
 def multiply_on_cpu(
     lhs: Any,
     rhs: Any,
+    dims: DimensionNumbers,
+    to: DType,
+    *,
+    one_more: bool = False,
+) -> Any:
+    """A product of 16-bit arrays, added up in float32, as is fastest on this processor.
+
+    The arrays are on one device. XLA may have to be given a dimension more.
+    """
+    processor = this_processor()
+    low = lhs.dtype == BFLOAT16 and processor.has_fast_products
+    if low and not _is_slow(lhs, rhs, dims):
+        return _in_two_rows(lhs, rhs, dims, to, one_more=one_more)
+    # Multiplied and summed in float32: the same product, without a loop that takes its
+    # operands apart one by one.
+    slow = low or lhs.dtype == FLOAT16 or processor.gains is False
+    return _by_xla(lhs, rhs, dims, to, None, in_float32=slow or to == FLOAT32)
+
+
+def _by_xla(
+    lhs: Any,
+    rhs: Any,
+    dims: DimensionNumbers,
+    to: DType,
+    out_sharding: Any,
+    *,
+    in_float32: bool,
+) -> Any:
+    return lax.dot_general(
+        lhs,
+        rhs,
+        dims,
+        precision=lax.DotAlgorithmPreset.F32_F32_F32 if in_float32 else PRECISION,
+        preferred_element_type=to,
+        out_sharding=out_sharding,
+    )
+
+
+class _Factor(NamedTuple):
+    """An operand of a product.
+
+    Attributes:
+      array: the operand.
+      added: its contracted dimensions.
+      batch: those that both operands have.
+      free: the others, which count its rows.
+    """
+
+    array: Any
+    added: Dims
+    batch: Dims
+    free: Sequence[int]
+
+    @property
+    def rows(self) -> float:
+        return _size(self.array, self.free)
+
+
+def _factors(lhs: Any, rhs: Any, dims: DimensionNumbers) -> list[_Factor]:
+    return [
+        _Factor(array, added, batch, _others(array.ndim, added, batch))
+        for array, added, batch in zip((lhs, rhs), *dims, strict=True)
+    ]
+
+
+def _is_slow(lhs: Any, rhs: Any, dims: DimensionNumbers) -> bool:
+    """Whether float32 is faster than the instructions for bfloat16 that there are.
+
+    So it is where nothing is added up, which XLA does element by element, and on some
+    processors for products of many rows, in which casting them takes little time.
+    """
+    left, right = _factors(lhs, rhs, dims)
+    if _size(lhs, left.added) == 1:
+        return True
+    return this_processor().is_held_back and min(left.rows, right.rows) > _FEW_ROWS
+
+
+def _in_two_rows(
+    lhs: Any, rhs: Any, dims: DimensionNumbers, to: DType, *, one_more: bool
+) -> Any:
+    """A product by instructions, of a single row as of two.
+
+    XLA multiplies a row and a matrix of bfloat16 in float32, for which it writes out
+    the matrix.
+    """
+    factors = _factors(lhs, rhs, dims)
+    single = [factor.rows == 1 for factor in factors]
+    if all(single) or not any(single):
+        return _by_instructions(lhs, rhs, dims, to, None, one_more=one_more)
+    row, matrix = factors if single[0] else reversed(factors)
+    result = _row_by_matrix(row, matrix, to)
+    at = len(row.batch) if single[0] else result.ndim
+    return lax.expand_dims(result, range(at, at + len(row.free)))
+
+
+def _row_by_matrix(row: _Factor, matrix: _Factor, to: DType) -> Any:
+    """The product of a single row and a matrix, without the dimensions of the row.
+
+    A matrix whose rows are added up is taken as two of half as many.
+    """
+    start = len(row.batch)
+    array = lax.transpose(row.array, (*row.batch, *row.free, *row.added))
+    array = lax.squeeze(array, range(start, start + len(row.free)))
+    if not start and matrix.added == (0,) and array.size % 2 == 0:
+        whole = array, matrix.array
+        halves = [a.reshape(2, a.shape[0] // 2, *a.shape[1:]) for a in whole]
+        row, matrix = (_Factor(a, (1,), (0,), range(2, a.ndim)) for a in halves)
+        both = _row_by_matrix(row, matrix, FLOAT32)
+        return lax.convert_element_type(both[0] + both[1], to)
+    rows = jnp.stack([array, array], start)
+    added = tuple(range(start + 1, rows.ndim))
+    numbers = (added, matrix.added), (tuple(range(start)), matrix.batch)
+    both = _by_instructions(rows, matrix.array, numbers, to, None, one_more=False)
+    return lax.index_in_dim(both, 0, start, keepdims=False)
+
+
+def _by_instructions(
+    lhs: Any,
+    rhs: Any,
     dimension_numbers: DimensionNumbers,
     to: DType,
-    out_sharding: Any = None,
+    out_sharding: Any,
     *,
-    transposed: bool = False,
+    one_more: bool,
 ) -> Any:
-    """A product of bfloat16 arrays, added up in float32, by fast instructions.
+    """A product of bfloat16 arrays by fast instructions.
 
     XLA takes them only where the contracted dimension of the left operand is its last.
     It transposes one that is not, instead of failing or going through a loop, if the
@@ -66,8 +180,7 @@ def multiply_on_cpu(
     it would be in float32.
     """
     (left, right), batch = dimension_numbers
-    inner = len(left) == 1 and left[0] < lhs.ndim - 1
-    if inner or (transposed and _are_matrices(lhs, rhs, dimension_numbers)):
+    if one_more or (len(left) == 1 and left[0] < lhs.ndim - 1):
         dimension_numbers = ((*left, lhs.ndim), (*right, rhs.ndim)), batch
         lhs, rhs = (lax.expand_dims(array, (array.ndim,)) for array in (lhs, rhs))
     rounded = to == BFLOAT16 and _rounds(lhs, rhs, dimension_numbers)
@@ -101,7 +214,7 @@ def _rounds(lhs: Any, rhs: Any, dims: DimensionNumbers) -> bool:
     added = _size(rhs, right)
     if not ROUNDS_PRODUCTS or _size(lhs, range(lhs.ndim)) * free < _ROUNDED_FROM:
         return False
-    return not has_amx() or added <= _MOST_ADDED or free >= _WIDE * added
+    return not this_processor().has_amx or added <= _MOST_ADDED or free >= _WIDE * added
 
 
 def _size(array: Any, dims: Iterable[int]) -> float:
@@ -109,9 +222,9 @@ def _size(array: Any, dims: Iterable[int]) -> float:
     return size if isinstance(size, int) else math.inf
 
 
-def _others(ndim: int, *dims: Sequence[int]) -> list[int]:
+def _others(ndim: int, *dims: Sequence[int]) -> Dims:
     taken = {d for some in dims for d in some}
-    return [d for d in range(ndim) if d not in taken]
+    return tuple(d for d in range(ndim) if d not in taken)
 
 
 def _gradient(place: int, cotangent: Any, *factors: Any, **params: Any) -> Any:
@@ -133,10 +246,10 @@ def _gradient(place: int, cotangent: Any, *factors: Any, **params: Any) -> Any:
     cotangent_first = [*batch, *kept, *contracted]
     other_first = [*batch, *contracted, *kept]
     if other_first == sorted(other_first) != cotangent_first:
-        numbers = (tuple(other_kept), in_cotangent), (tuple(other_batch), batched)
+        numbers = (other_kept, in_cotangent), (tuple(other_batch), batched)
         factors, order = (other, cotangent), other_first
     else:
-        numbers = (in_cotangent, tuple(other_kept)), (batched, tuple(other_batch))
+        numbers = (in_cotangent, other_kept), (batched, tuple(other_batch))
         factors, order = (cotangent, other), cotangent_first
     params = {
         **params,
