@@ -7,7 +7,6 @@ autocast. Reported are the medians, in seconds, the median of the ratios of the 
 and the temporary memory of the compiled programs.
 """
 
-import time
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -16,7 +15,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
-from measuring import LEAST_SECONDS, medians_of_pairs
+from measuring import medians_of_pairs, seconds_of_call
 from results_file import write_results
 from rich.console import Console
 from rich.progress import track
@@ -90,18 +89,10 @@ def measure(name: str, length: int, mode: str) -> dict[str, Any]:
         for fn in (loss, jamp.autocast(loss))
     ]
 
-    def seconds(program: Any) -> float:
-        """Of one call, in so many that they can be timed."""
-        calls, taken, start = 0, 0.0, time.perf_counter()
-        while taken < LEAST_SECONDS:
-            jax.block_until_ready(program(params, inputs))
-            taken = time.perf_counter() - start
-            calls += 1
-        return taken / calls
-
     description = f"{name}, length {length}, {mode}"
     pairs = [
-        tuple(map(seconds, programs)) for _ in track(range(PAIRS + 1), description)
+        tuple(seconds_of_call(program, (params, inputs)) for program in programs)
+        for _ in track(range(PAIRS + 1), description)
     ]
     plain, cast = (p.memory_analysis().temp_size_in_bytes for p in programs)
     named = {"loop": name, "length": length, "mode": mode}

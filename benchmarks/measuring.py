@@ -193,6 +193,16 @@ def medians_of_pairs(pairs: Iterable[tuple[float, float]]) -> dict[str, float]:
     }
 
 
+def seconds_of_call(program: Callable[..., Any], arguments: Iterable[Any]) -> float:
+    """Of one call, in so many that they can be timed."""
+    calls, taken, start = 0, 0.0, time.perf_counter()
+    while taken < LEAST_SECONDS:
+        jax.block_until_ready(program(*arguments))
+        taken = time.perf_counter() - start
+        calls += 1
+    return taken / calls
+
+
 def threads() -> int:
     """How many threads XLA uses on the processor, which torch is to use as well."""
     if hasattr(os, "sched_getaffinity"):

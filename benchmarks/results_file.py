@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 import jamp
+from jamp._lowerings.processor import Processor, this_processor
 
 RESULTS = Path(__file__).parent / "results"
 CPU_INFO = Path("/proc/cpuinfo")
@@ -32,9 +33,12 @@ def write_results(name: str, figures: dict[str, Any]) -> Path:
 
 def device_name() -> str:
     """The backend, and the bfloat16 instructions of a processor that has some."""
-    found = processor() if jax.default_backend() == "cpu" else {}
-    instructions = [flag for flag in ("avx512_bf16", "amx_bf16") if found.get(flag)]
-    return "-".join([jax.default_backend(), *instructions])
+    if jax.default_backend() != "cpu":
+        return jax.default_backend()
+    found = this_processor()
+    held_back = ["held_back"] if found.is_held_back else []
+    instructions = sorted(found.instructions, reverse=True)
+    return "-".join(["cpu", *instructions, *held_back])
 
 
 def write_json(path: Path, content: dict[str, Any]) -> Path:
@@ -67,13 +71,15 @@ def installed_version(package: str) -> str | None:
 
 
 def processor() -> dict[str, Any]:
-    """The processor's name and whether it multiplies bfloat16, or None if unknown."""
+    """The processor's name, and of its bfloat16 instructions, or None if unknown."""
     text = CPU_INFO.read_text(encoding="utf-8") if CPU_INFO.exists() else ""
     name = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
-    flags = re.search(r"^flags\s*: (.*)$", text, re.MULTILINE)
-    known = set(flags[1].split()) if flags else None
-    return {
-        "name": name[1] if name else None,
-        "avx512_bf16": None if known is None else "avx512_bf16" in known,
-        "amx_bf16": None if known is None else "amx_bf16" in known,
+    found = Processor.described(text)
+    answers = {
+        "avx512_bf16": "avx512_bf16" in found.instructions,
+        "amx_bf16": found.has_amx,
+        "held_back": found.is_held_back,
     }
+    if found.features is None:
+        answers = dict.fromkeys(answers)
+    return {"name": name[1] if name else None, **answers}

@@ -9,7 +9,7 @@ in between, and what the backward pass keeps are the 16 bits.
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -23,6 +23,20 @@ from jamp._lowerings.primitive import Operation, like, lower
 
 # One that JAX is configured for is for float32.
 PRECISION = (lax.Precision.DEFAULT, lax.Precision.DEFAULT)
+
+
+class Taken(NamedTuple):
+    """How a product on a CPU has got its operands.
+
+    Attributes:
+      wide: the left operand before it was brought to 16 bits, if that is at hand.
+      late: the places of operands that the product casts itself.
+      whole: whether they are on one device.
+    """
+
+    wide: Any
+    late: tuple[int, ...]
+    whole: bool
 
 
 def product_params(
@@ -62,9 +76,8 @@ def define(
 
     Args:
       known: the product of JAX's.
-      on_cpu: what it is on CPUs, of operands in the dtype to multiply in, the left one
-        before it was brought to it, if that is at hand, whether they are on one
-        device, and the parameters.
+      on_cpu: what it is on CPUs, of operands in the dtype to multiply in, how they were
+        taken, and the parameters.
       gradient: the cotangent of the left (0) or right (1) operand, in its dtype, from
         that number, the cotangent of the result, the operands and the parameters.
     """
@@ -89,7 +102,9 @@ def define(
     ) -> Any:
         low = [lax.convert_element_type(a, params["dtype"]) for a in (lhs, rhs)]
         given = dict(zip(params["weights"], weights, strict=True))
-        return on_cpu(*low, given.get(0, lhs), whole, params)
+        pairs = enumerate((lhs, rhs))
+        late = tuple(at for at, array in pairs if array.dtype != params["dtype"])
+        return on_cpu(*low, Taken(given.get(0, lhs), late, whole), params)
 
     def define_rules(primitive: Primitive, primal: Primitive) -> None:
         ad.primitive_jvps[primitive] = partial(_jvp, primal, product)

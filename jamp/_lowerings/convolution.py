@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jamp._dtypes import BFLOAT16, FLOAT32, DType
-from jamp._lowerings.bilinear import PRECISION, define, in_float32, run_as
+from jamp._lowerings.bilinear import PRECISION, Taken, define, in_float32, run_as
 from jamp._lowerings.patches import (
     Shape,
     as_bits,
@@ -40,25 +40,25 @@ _MOST_SLICES = 64
 
 
 def _convolve_on_cpu(
-    lhs: Any, rhs: Any, wide: Any, whole: bool, params: Mapping[str, Any]
+    lhs: Any, rhs: Any, taken: Taken, params: Mapping[str, Any]
 ) -> Any:
     """The convolution of two arrays of one 16-bit dtype, added up in float32.
 
     XLA convolves in float32, and need not have the pictures rounded that are at hand as
-    they were, `wide`. Weights are: they may be stored so.
+    they were. Weights are: they may be stored so.
     """
     shape, to = Shape.of(params), params["preferred_element_type"]
     groups = shape.feature_group_count > 1 or shape.batch_group_count > 1
     sizes = [*lhs.shape, *rhs.shape]
     known = all(isinstance(size, int) and size > 0 for size in sizes)
     # On several devices each would take patches of all pictures.
-    parts = whole and this_processor().of_x86
+    parts = taken.whole and this_processor().of_x86
     if lhs.dtype == BFLOAT16 and parts and known and not groups:
         if all(d == 1 for d in shape.lhs_dilation):
-            return _convolved(lhs, rhs, shape, to, wide)
+            return _convolved(lhs, rhs, shape, to, taken.wide)
         if all(s == 1 for s in (*shape.window_strides, *shape.rhs_dilation)):
             return _by_phases(lhs, rhs, shape, to)
-    return _by_xla(wide, rhs, shape, to, params["out_sharding"])
+    return _by_xla(taken.wide, rhs, shape, to, params["out_sharding"])
 
 
 def _convolved(lhs: Any, rhs: Any, shape: Shape, to: DType, wide: Any) -> Any:

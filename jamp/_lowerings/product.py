@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from jamp._dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
-from jamp._lowerings.bilinear import PRECISION, define
+from jamp._lowerings.bilinear import PRECISION, Taken, define
 from jamp._lowerings.processor import (
     ROUNDS_PRODUCTS,
     this_processor,
@@ -28,14 +28,12 @@ Dims = tuple[int, ...]
 DimensionNumbers = tuple[tuple[Dims, Dims], tuple[Dims, Dims]]
 
 
-def _product_on_cpu(
-    lhs: Any, rhs: Any, wide: Any, whole: bool, params: dict[str, Any]
-) -> Any:
+def _product_on_cpu(lhs: Any, rhs: Any, taken: Taken, params: dict[str, Any]) -> Any:
     dims, to = params["dimension_numbers"], params["preferred_element_type"]
     sharding = params["out_sharding"]
     one_more = params["transposed"] and _are_matrices(lhs, rhs, dims)
-    if whole and sharding is None:
-        return multiply_on_cpu(lhs, rhs, dims, to, one_more=one_more)
+    if taken.whole and sharding is None:
+        return multiply_on_cpu(lhs, rhs, dims, to, one_more=one_more, late=taken.late)
     if lhs.dtype == BFLOAT16 and this_processor().has_fast_products:
         return _by_instructions(lhs, rhs, dims, to, sharding, one_more=one_more)
     # Of sharded operands XLA would send float32 copies. It has no loop for 16 bits that
@@ -50,15 +48,17 @@ def multiply_on_cpu(
     to: DType,
     *,
     one_more: bool = False,
+    late: Sequence[int] = (),
 ) -> Any:
     """A product of 16-bit arrays, added up in float32, as is fastest on this processor.
 
-    The arrays are on one device. XLA may have to be given a dimension more.
+    The arrays are on one device. XLA may have to be given a dimension more, and some
+    operands may be cast for this product alone.
     """
     processor = this_processor()
     low = lhs.dtype == BFLOAT16 and processor.has_fast_products
     if low and not _is_slow(lhs, rhs, dims):
-        return _in_two_rows(lhs, rhs, dims, to, one_more=one_more)
+        return _in_two_rows(lhs, rhs, dims, to, one_more=one_more, late=late)
     # Multiplied and summed in float32: the same product, without a loop that takes its
     # operands apart one by one.
     slow = low or lhs.dtype == FLOAT16 or processor.gains is False
@@ -124,16 +124,22 @@ def _is_slow(lhs: Any, rhs: Any, dims: DimensionNumbers) -> bool:
 
 
 def _in_two_rows(
-    lhs: Any, rhs: Any, dims: DimensionNumbers, to: DType, *, one_more: bool
+    lhs: Any,
+    rhs: Any,
+    dims: DimensionNumbers,
+    to: DType,
+    *,
+    one_more: bool,
+    late: Sequence[int],
 ) -> Any:
     """A product by instructions, of a single row as of two.
 
     XLA multiplies a row and a matrix of bfloat16 in float32, for which it writes out
-    the matrix.
+    the matrix; one that is cast for this product it rounds as it does so.
     """
     factors = _factors(lhs, rhs, dims)
     single = [factor.rows == 1 for factor in factors]
-    if all(single) or not any(single):
+    if all(single) or not any(single) or single.index(False) in late:
         return _by_instructions(lhs, rhs, dims, to, None, one_more=one_more)
     row, matrix = factors if single[0] else reversed(factors)
     result = _row_by_matrix(row, matrix, to)
