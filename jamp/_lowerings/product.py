@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jamp._dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
+from jamp._dtypes import BFLOAT16, FLOAT16, FLOAT32, LOW_DTYPES, DType
 from jamp._lowerings.bilinear import PRECISION, Taken, define
 from jamp._lowerings.processor import (
     ROUNDS_PRODUCTS,
@@ -56,13 +56,14 @@ def multiply_on_cpu(
     operands may be cast for this product alone.
     """
     processor = this_processor()
-    low = lhs.dtype == BFLOAT16 and processor.has_fast_products
-    if low and not _is_slow(lhs, rhs, dims):
+    fast = lhs.dtype == BFLOAT16 and processor.has_fast_products
+    if fast and not _is_slow(lhs, rhs, dims):
         return _in_two_rows(lhs, rhs, dims, to, one_more=one_more, late=late)
     # Multiplied and summed in float32: the same product, without a loop that takes its
     # operands apart one by one.
-    slow = low or lhs.dtype == FLOAT16 or processor.gains is False
-    return _by_xla(lhs, rhs, dims, to, None, in_float32=slow or to == FLOAT32)
+    slow = lhs.dtype == FLOAT16 or fast or processor.gains is False
+    wide = to == FLOAT32 or (slow and lhs.dtype in LOW_DTYPES)
+    return _by_xla(lhs, rhs, dims, to, None, in_float32=wide)
 
 
 def _by_xla(
