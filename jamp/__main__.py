@@ -25,8 +25,7 @@ from jamp._tracing.regions import device_kind
 
 _BFLOAT16 = {
     True: "matrix products take less time in 16 bits, the rest of a model does not",
-    False: "no instructions that are faster than float32's (AMX, or AVX512-BF16 of "
-    "processors without AMX): 16 bits save time in convolutions at most",
+    False: "matrix products take no less time in 16 bits, convolutions may",
     None: "not known",
 }
 _TARGET = {

@@ -152,19 +152,25 @@ def test_several_devices_are_spared_float32_copies_of_what_they_share(choose_pro
     assert products(jamp.autocast(own), shared, X) == [WIDE]
 
 
-ROWS = {"few": (32, LOW), "many": (33, WIDE)}
+ROWS = {
+    "few": (32, 1024, LOW),
+    "many": (33, 1024, WIDE),
+    "few of a small matrix": (32, 64, WIDE),
+}
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_instructions_as_slow_as_float32_multiply_few_rows_alone(
+def test_instructions_as_slow_as_float32_multiply_few_rows_of_large_matrices_alone(
     choose_processor, name
 ):
-    """Few rows take less time than a float32 copy of the matrix."""
+    """These take less time than a float32 copy of the matrix."""
     choose_processor(HELD_BACK)
-    rows, product = ROWS[name]
+    rows, size, product = ROWS[name]
+    matrix = jax.ShapeDtypeStruct((size, size), jnp.float32)
     fn = jamp.autocast(jnp.matmul, dtype=jnp.bfloat16)
-    for shapes in ([(rows, 64), (64, 64)], [(64, 64), (64, rows)]):
-        assert products(fn, *map(jnp.ones, shapes)) == [product]
+    for shape in ((rows, size), (size, rows)):
+        pair = [jax.ShapeDtypeStruct(shape, jnp.float32), matrix]
+        assert products(fn, *(pair if shape[0] == rows else pair[::-1])) == [product]
 
 
 @pytest.mark.parametrize(

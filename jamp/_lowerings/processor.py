@@ -66,8 +66,8 @@ class Processor(NamedTuple):
     def is_held_back(self) -> bool:
         """Whether its instructions are no faster than those of float32.
 
-        Intel's AVX512-BF16 is not, of processors that have AMX, float16 with it, where
-        AMX can't be used, as in a virtual machine that hides it.
+        So are those of AVX512 on Intel's processors with AMX, which have float16 too,
+        where AMX itself can't be used: a virtual machine may hide it.
         """
         hidden = "avx512_fp16" in (self.features or ()) and not self.has_amx
         return hidden and self.has_fast_products and self.vendor == "GenuineIntel"

@@ -21,8 +21,9 @@ _ROUNDED_FROM = 2**26
 # as wide as what it is of, one in float32 would take most of the memory.
 _MOST_ADDED = 256
 _WIDE = 8
-# Of more rows, a product in float32 is worth the casts of its operands.
+# With more rows, or a smaller matrix, float32 is worth the casts of the operands.
 _FEW_ROWS = 32
+_LARGE = 2**20
 
 Dims = tuple[int, ...]
 DimensionNumbers = tuple[tuple[Dims, Dims], tuple[Dims, Dims]]
@@ -116,12 +117,14 @@ def _is_slow(lhs: Any, rhs: Any, dims: DimensionNumbers) -> bool:
     """Whether float32 is faster than the instructions for bfloat16 that there are.
 
     So it is where nothing is added up, which XLA does element by element, and on some
-    processors for products of many rows, in which casting them takes little time.
+    processors where it takes little time to cast the operands.
     """
     left, right = _factors(lhs, rhs, dims)
     if _size(lhs, left.added) == 1:
         return True
-    return this_processor().is_held_back and min(left.rows, right.rows) > _FEW_ROWS
+    many = min(left.rows, right.rows) > _FEW_ROWS
+    small = max(_size(array, range(array.ndim)) for array in (lhs, rhs)) < _LARGE
+    return this_processor().is_held_back and (many or small)
 
 
 def _in_two_rows(
