@@ -27,10 +27,7 @@ from jamp._lowerings.patches import (
     merged,
     rounded,
 )
-from jamp._lowerings.processor import (
-    CONVERTS_STACKS,
-    this_processor,
-)
+from jamp._lowerings.processor import CONVERTS_STACKS, this_processor
 
 # Patches are worth their time if each of their elements meets so many output features,
 # and if they have so many input features.

@@ -10,10 +10,7 @@ from jax import lax
 
 from jamp._dtypes import BFLOAT16, FLOAT16, FLOAT32, LOW_DTYPES, DType
 from jamp._lowerings.bilinear import PRECISION, Taken, define
-from jamp._lowerings.processor import (
-    ROUNDS_PRODUCTS,
-    this_processor,
-)
+from jamp._lowerings.processor import ROUNDS_PRODUCTS, this_processor
 
 # Of fewer multiplications XLA writes bfloat16 more slowly than float32, to be rounded.
 _ROUNDED_FROM = 2**26
@@ -219,9 +216,8 @@ def _rounds(lhs: Any, rhs: Any, dims: DimensionNumbers) -> bool:
 
     Sizes that are not known count as large.
     """
-    (_, right), (_, batch) = dims
-    free = _size(rhs, _others(rhs.ndim, right, batch))
-    added = _size(rhs, right)
+    _, right = _factors(lhs, rhs, dims)
+    free, added = right.rows, _size(rhs, right.added)
     if not ROUNDS_PRODUCTS or _size(lhs, range(lhs.ndim)) * free < _ROUNDED_FROM:
         return False
     return not this_processor().has_amx or added <= _MOST_ADDED or free >= _WIDE * added
