@@ -157,7 +157,7 @@ def test_a_single_row_is_multiplied_as_two_rows(name, tmp_path):
     np.testing.assert_array_equal(found, fn(x, y))
 
 
-@pytest.mark.skipif(not KEEPS_BARRIERS, reason="weights are cast early")
+@pytest.mark.skipif(not KEEPS_BARRIERS, reason="branches cast it")
 def test_a_single_row_stays_one_for_a_weight_that_is_cast_when_it_is_multiplied(
     tmp_path,
 ):

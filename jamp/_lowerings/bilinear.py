@@ -18,7 +18,7 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 
 from jamp._dtypes import FLOAT32, in_dtype
 from jamp._equations import bind
-from jamp._lowerings.late_casts import KEEPS_BARRIERS, lower_of_weights
+from jamp._lowerings.late_casts import lower_of_weights
 from jamp._lowerings.primitive import Operation, like, lower
 
 # One that JAX is configured for is for float32.
@@ -116,8 +116,6 @@ def define(
     product = like(known, abstract_eval)
     lower(product, run, *(partial(run_on_cpu, whole) for whole in (False, True)))
     define_rules(product, product)
-    if not KEEPS_BARRIERS:
-        return product, product
     of_weights, differentiated = (like(known, abstract_eval) for _ in range(2))
     for primitive in (of_weights, differentiated):
         rule = partial(lower_of_weights, product, primitive is differentiated)

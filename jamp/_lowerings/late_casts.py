@@ -2,10 +2,12 @@
 
 On CPUs it casts the weights of all layers before it runs the first, and keeps what it
 gets: in inference, copies of all weights. A weight behind a barrier with the other
-operand of its product is cast when that is there. Where the cast is wanted again, as in
-a loop or in a backward pass, it stays where it is.
+operand of its product is cast when that is there. Where XLA drops barriers, it is cast
+in one of two equal branches, which one the other operand decides. Where the cast is
+wanted again, as in a loop or in a backward pass, it stays where it is.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from itertools import islice
 from typing import Any
@@ -24,10 +26,11 @@ Value = ir.Value[Any]
 
 # Before, XLA drops barriers before it decides what to run first.
 KEEPS_BARRIERS = jaxlib.version.__version_info__ >= (0, 11, 1)
-_BARRIER, _TRANSPOSE = "stablehlo.optimization_barrier", "stablehlo.transpose"
+_BARRIER, _BRANCHES = "stablehlo.optimization_barrier", "stablehlo.if"
+_CAST, _TRANSPOSE = "stablehlo.convert", "stablehlo.transpose"
 _OURS, _MARK = "mhlo.frontend_attributes", "late_cast"
 # What reads an argument to cast it.
-_READERS = {"stablehlo.convert", _BARRIER, _TRANSPOSE}
+_READERS = {_CAST, _BARRIER, _BRANCHES, _TRANSPOSE}
 # Users of an argument that are looked at: it may have thousands.
 _MOST_USERS = 16
 
@@ -51,15 +54,19 @@ def lower_of_weights(
             users = _users(operands[place], _argument(weight))
             first = _have_one_cast(users)
             # So that this product and one before can be one, and a weight is cast once.
-            for barrier in filter(_is_ours, users):
-                _loosen(barrier)
+            for late in filter(_is_ours, users):
+                _loosen(late)
         # With two weights, both operands are there from the beginning.
         if len(weights) == 1 and first and not differentiated:
             (place,) = weights
-            taken[1 - place], weight = _tied(operands[1 - place], operands[2])
-            # The product casts it.
-            taken[place] = taken[2] = weight
-            avals[place] = avals[2]
+            if KEEPS_BARRIERS:
+                taken[1 - place], weight = _tied(operands[1 - place], operands[2])
+                # The product casts it.
+                taken[place] = taken[2] = weight
+                avals[place] = avals[2]
+            else:
+                other, weight = operands[1 - place], operands[2]
+                taken[place] = _cast_after(other, weight, operands[place])
     program = _program(product, tuple(avals), weights, tuple(params.items()))
     return _lowered(program, ctx, taken)
 
@@ -127,7 +134,14 @@ def _users(cast: Value, argument: Value) -> list[ir.Operation]:
     around = argument.owner.owner
     if not (isinstance(around, func.FuncOp) and around.sym_name.value == "main"):
         return []
-    return [use.owner.operation for use in islice(argument.uses, _MOST_USERS)]
+    users = (use.owner.operation for use in islice(argument.uses, _MOST_USERS))
+    # Each branch has a cast.
+    return list(dict.fromkeys(_around(user) for user in users))
+
+
+def _around(user: ir.Operation) -> ir.Operation:
+    parent = user.parent
+    return parent if parent is not None and _is_ours(parent) else user
 
 
 def _have_one_cast(users: list[ir.Operation]) -> bool:
@@ -140,22 +154,64 @@ def _tied(other: Value, weight: Value) -> tuple[Value, Value]:
     """An operand and a weight that is there when the operand is."""
     transpose = _transpose_before(weight)
     barrier = hlo.OptimizationBarrierOp([other, _argument(weight)])
-    mark: dict[str, ir.Attribute] = {_MARK: ir.StringAttr.get("true")}
-    barrier.operation.attributes[_OURS] = ir.DictAttr.get(mark)
+    _mark(barrier.operation)
     other, weight = barrier.results
-    if transpose:
-        order = transpose.attributes["permutation"]
-        weight = hlo.TransposeOp(weight, order).result
-    return other, weight
+    return other, _transposed(weight, transpose)
+
+
+def _cast_after(other: Value, weight: Value, cast: Value) -> Value:
+    """A cast of a weight, made when an operand is there."""
+    if 0 in other.type.shape:
+        return cast
+    argument, transpose = _argument(weight), _transpose_before(weight)
+    low = _like(argument, cast)
+    branches = hlo.IfOp([low], _unknown(other))
+    _mark(branches.operation)
+    for region in branches.regions:
+        with ir.InsertionPoint(region.blocks.append()):
+            hlo.return_([hlo.convert(low, argument)])
+    return _transposed(branches.result, transpose)
+
+
+def _unknown(array: Value) -> Value:
+    """A boolean that is not known before an array is."""
+    zeros, ones = [0] * array.type.rank, [1] * array.type.rank
+    first = hlo.slice(array, *map(mlir.dense_int_array, (zeros, ones, ones)))
+    scalar = hlo.reshape(ir.RankedTensorType.get([], array.type.element_type), first)
+    return hlo.compare(scalar, scalar, hlo.ComparisonDirectionAttr.get("EQ"))
+
+
+def _like(array: Value, other: Value) -> ir.Type:
+    """The type of an array with the elements of another."""
+    return ir.RankedTensorType.get(array.type.shape, other.type.element_type)
+
+
+def _mark(operation: ir.Operation) -> None:
+    mark: dict[str, ir.Attribute] = {_MARK: ir.StringAttr.get("true")}
+    operation.attributes[_OURS] = ir.DictAttr.get(mark)
+
+
+def _transposed(array: Value, transpose: Any) -> Value:
+    """An array in the order of another's transpose, if there is one."""
+    if transpose is None:
+        return array
+    return hlo.TransposeOp(array, transpose.attributes["permutation"]).result
 
 
 def _is_ours(operation: ir.Operation) -> bool:
+    if operation.name not in (_BARRIER, _BRANCHES):
+        return False
     attributes = operation.attributes
-    marked = _OURS in attributes and _MARK in ir.DictAttr(attributes[_OURS])
-    return operation.name == _BARRIER and marked
+    return _OURS in attributes and _MARK in ir.DictAttr(attributes[_OURS])
 
 
-def _loosen(barrier: ir.Operation) -> None:
-    for result, operand in zip(barrier.results, barrier.operands, strict=True):
+def _loosen(late: ir.Operation) -> None:
+    """Has a weight cast before, by the operation that makes its cast late."""
+    early: Sequence[Value] = late.operands
+    if late.name == _BRANCHES:
+        (cast, _) = late.regions[0].blocks[0].operations
+        with ir.InsertionPoint(late):
+            early = [hlo.convert(late.results[0].type, cast.operands[0])]
+    for result, operand in zip(late.results, early, strict=True):
         result.replace_all_uses_with(operand)
-    barrier.erase()
+    late.erase()
