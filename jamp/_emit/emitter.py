@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.extend.core import JaxprEqn
 from jax.extend.source_info_util import current_name_stack, user_context
+from jax.interpreters.partial_eval import DynamicJaxprTracer
 
 from jamp import _dtypes
 from jamp._compat import INLINE, settings, under_trace
@@ -150,6 +151,12 @@ def _is_hashable(key: Any) -> bool:
     return key is not None
 
 
+def _only_staged(arrays: Arrays) -> bool:
+    """Whether no array is differentiated, or vmapped, at this moment."""
+    tracers = (array for array in arrays if isinstance(array, jax.core.Tracer))
+    return all(isinstance(tracer, DynamicJaxprTracer) for tracer in tracers)
+
+
 @emits(Cast)
 def _emit_cast(emitter: Emitter, action: Cast, arrays: Arrays) -> Arrays:
     return [convert(arrays[0], action.dtype)]
@@ -169,7 +176,8 @@ def _emit_bind(emitter: Emitter, action: Bind, arrays: Arrays) -> Arrays:
     if action.dtypes is not None:
         avals = _dtypes.all_in_dtypes(eqn.invars, action.dtypes)
         primitive, params = lowering(eqn, avals, action.weights)
-    if action.caster.record.ruling.rule is Rule.AS_TRACED or eqn.effects:
+    as_traced = action.caster.record.ruling.rule is Rule.AS_TRACED
+    if as_traced or eqn.effects or _only_staged(arrays):
         return bind_primitive(primitive, params, arrays)
     # Scalars are no operands of a function, which would be saved for its derivative.
     fixed = [None if isinstance(a, jax.Array) or np.ndim(a) else a for a in arrays]
