@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from jamp._errors import BannedOpError
 from jamp._plan.plan import Action, Run, Structural
 from jamp._plan.readers import taken
+from jamp._plan.records import Record, with_inner
 from jamp._plan.values import Value, Values
 
 
@@ -32,6 +33,15 @@ class Probabilities:
         """Notes that some among values, if probabilities, were rounded elsewhere."""
         self._rounded.update(values[place].number for place in places)
 
+    def trace_inside(self, action: Run) -> None:
+        """Notes nothing, but refuses what an action in float32 holds, too.
+
+        Raises:
+          BannedOpError: it may not take a rounded one.
+        """
+        if any(map(self.rounded, taken(action))):
+            _refuse(with_inner([action.caster.record]))
+
     def trace(self, action: Action) -> None:
         """Notes what an action that has been written makes of those that it takes.
 
@@ -39,8 +49,14 @@ class Probabilities:
           BannedOpError: it may not take a rounded one.
         """
         reads = any(map(self.rounded, taken(action)))
-        if reads and isinstance(action, Run) and action.caster.record.unsafe:
-            raise BannedOpError(action.caster.record.unsafe)
+        if reads and isinstance(action, Run):
+            _refuse([action.caster.record])
         # Of what loops and branches do inside nothing is known here.
         if reads or (isinstance(action, Structural) and action.kind != "jit"):
             self._rounded.update(value.number for value in action.results)
+
+
+def _refuse(records: Iterable[Record]) -> None:
+    for record in records:
+        if record.unsafe:
+            raise BannedOpError(record.unsafe)

@@ -69,13 +69,14 @@ def _kind(action: Action) -> Kind | None:
     if low[0] and isinstance(action, Bind) and not promotes:
         return None
     scales = isinstance(action, Bind) and _scales_low(action)
+    widens = isinstance(action, Structural) and action.results[0].dtype == FLOAT32
     return Kind(
         exact,
         names <= _primitives.MOVING,
         low[0],
         scales or names <= _primitives.LINEAR,
         scales,
-        compares=takes_low and not low[0],
+        compares=takes_low and not low[0] and not widens,
         view=not low[0] and (scales or names == {"broadcast_in_dim"}),
     )
 
