@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -102,6 +103,21 @@ class _Factor(NamedTuple):
     def rows(self) -> float:
         return _size(self.array, self.free)
 
+    @property
+    def moved_on_the_left(self) -> float:
+        """How many numbers are moved if the contracted dimensions have to come last."""
+        return self._moved(self.free, self.added)
+
+    @property
+    def moved_on_the_right(self) -> float:
+        """The same if they have to come first."""
+        return self._moved(self.added, self.free)
+
+    def _moved(self, first: Sequence[int], last: Sequence[int]) -> float:
+        if max(first, default=-1) < min(last, default=self.array.ndim):
+            return 0
+        return _size(self.array, range(self.array.ndim))
+
 
 def _factors(lhs: Any, rhs: Any, dims: DimensionNumbers) -> list[_Factor]:
     return [
@@ -141,11 +157,33 @@ def _in_two_rows(
     factors = _factors(lhs, rhs, dims)
     single = [factor.rows == 1 for factor in factors]
     if all(single) or not any(single) or single.index(False) in late:
-        return _by_instructions(lhs, rhs, dims, to, None, one_more=one_more)
+        return _in_best_order(factors, dims, to, one_more=one_more)
     row, matrix = factors if single[0] else reversed(factors)
     result = _row_by_matrix(row, matrix, to)
     at = len(row.batch) if single[0] else result.ndim
     return lax.expand_dims(result, range(at, at + len(row.free)))
+
+
+def _in_best_order(
+    factors: Sequence[_Factor], dims: DimensionNumbers, to: DType, *, one_more: bool
+) -> Any:
+    """A product by instructions, with its operands swapped if that moves fewer numbers.
+
+    XLA has no fast path for stacks of matrices in which the contracted dimension is not
+    the last of the left operand and the first of the right: it transposes these.
+    """
+    left, right = factors
+    multiply = partial(_by_instructions, to=to, out_sharding=None, one_more=one_more)
+    batches = len(left.batch)
+    size = _size(left.array, left.batch) * left.rows * right.rows
+    swapped = right.moved_on_the_left + left.moved_on_the_right + size
+    if not batches or swapped >= left.moved_on_the_left + right.moved_on_the_right:
+        return multiply(left.array, right.array, dims)
+    numbers: Any = tuple(pair[::-1] for pair in dims)
+    result = multiply(right.array, left.array, numbers)
+    first = batches + len(right.free)
+    order = [*range(batches), *range(first, result.ndim), *range(batches, first)]
+    return lax.transpose(result, order)
 
 
 def _row_by_matrix(row: _Factor, matrix: _Factor, to: DType) -> Any:
