@@ -116,27 +116,32 @@ def test_the_gradient_of_attentions_values_has_a_dimension_more():
 STACKS = {
     "attention's values": (
         ((2, 5, 3, 4), (2, 3, 8, 5), ((1,), (3,)), ((0, 2), (0, 1))),
-        "2x3x8x5xbf16>, tensor<2x5x3x4xbf16>",
+        ["2x3x8x5", "2x5x3x4"],
     ),
     "the gradient of its keys": (
         ((2, 3, 8, 64), (2, 8, 3, 4), ((2,), (1,)), ((0, 1), (0, 2))),
-        "2x8x3x4x1xbf16>, tensor<2x3x8x64x1xbf16>",
+        ["2x8x3x4", "2x3x8x64"],
     ),
     "a result that is larger than its operands": (
         ((2, 3, 4, 16), (2, 16, 3, 4), ((2,), (3,)), ((0, 1), (0, 2))),
-        "2x3x4x16x1xbf16>, tensor<2x16x3x4x1xbf16>",
+        ["2x3x4x16", "2x16x3x4"],
     ),
 }
 
 
+@pytest.mark.parametrize("instructions", ["avx2", "avx2 avx512_bf16"])
 @pytest.mark.parametrize("name", STACKS)
-def test_stacks_are_multiplied_in_the_order_that_moves_fewer_numbers(name, tmp_path):
+def test_stacks_are_multiplied_in_the_order_that_moves_fewer_numbers(
+    name, instructions, tmp_path
+):
     (left, right, *numbers), operands = STACKS[name]
     x, y = (jax.device_put(integers(i, shape)) for i, shape in enumerate((left, right)))
     low = x.astype(jnp.bfloat16), y.astype(jnp.bfloat16)
     fn = functools.partial(lax.dot_general, dimension_numbers=tuple(numbers))
-    with processor_with("avx2 avx512_bf16", tmp_path):
-        assert operands_of_product(cast(fn), *low) == operands
+    with processor_with(instructions, tmp_path):
+        taken = operands_of_product(cast(fn), *low)
+        # By instructions they may have a dimension more.
+        assert re.findall(r"([\dx]+?)(?:x1)?x[bf]", taken) == operands
         assert_equal_derivatives(fn, x, y)
 
 

@@ -1,7 +1,7 @@
 """Matrix products of 16-bit arrays, and what they become on CPUs."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -62,7 +62,10 @@ def multiply_on_cpu(
     # operands apart one by one.
     slow = lhs.dtype == FLOAT16 or fast or processor.gains is False
     wide = to == FLOAT32 or (slow and lhs.dtype in LOW_DTYPES)
-    return _by_xla(lhs, rhs, dims, to, None, in_float32=wide)
+    multiply = partial(_by_xla, to=to, out_sharding=None, in_float32=wide)
+    if not wide:
+        return multiply(lhs, rhs, dims)
+    return _in_best_order(_factors(lhs, rhs, dims), dims, multiply)
 
 
 def _by_xla(
@@ -157,7 +160,10 @@ def _in_two_rows(
     factors = _factors(lhs, rhs, dims)
     single = [factor.rows == 1 for factor in factors]
     if all(single) or not any(single) or single.index(False) in late:
-        return _in_best_order(factors, dims, to, one_more=one_more)
+        multiply = partial(
+            _by_instructions, to=to, out_sharding=None, one_more=one_more
+        )
+        return _in_best_order(factors, dims, multiply)
     row, matrix = factors if single[0] else reversed(factors)
     result = _row_by_matrix(row, matrix, to)
     at = len(row.batch) if single[0] else result.ndim
@@ -165,15 +171,14 @@ def _in_two_rows(
 
 
 def _in_best_order(
-    factors: Sequence[_Factor], dims: DimensionNumbers, to: DType, *, one_more: bool
+    factors: Sequence[_Factor], dims: DimensionNumbers, multiply: Callable[..., Any]
 ) -> Any:
-    """A product by instructions, with its operands swapped if that moves fewer numbers.
+    """A product with its operands swapped, if that moves fewer numbers.
 
     XLA has no fast path for stacks of matrices in which the contracted dimension is not
     the last of the left operand and the first of the right: it transposes these.
     """
     left, right = factors
-    multiply = partial(_by_instructions, to=to, out_sharding=None, one_more=one_more)
     batches = len(left.batch)
     size = _size(left.array, left.batch) * left.rows * right.rows
     swapped = right.moved_on_the_left + left.moved_on_the_right + size
