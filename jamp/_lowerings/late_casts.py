@@ -178,7 +178,9 @@ def _unknown(array: Value) -> Value:
     zeros, ones = [0] * array.type.rank, [1] * array.type.rank
     first = hlo.slice(array, *map(mlir.dense_int_array, (zeros, ones, ones)))
     scalar = hlo.reshape(ir.RankedTensorType.get([], array.type.element_type), first)
-    return hlo.compare(scalar, scalar, hlo.ComparisonDirectionAttr.get("EQ"))
+    equal = hlo.ComparisonDirectionAttr.get("EQ")
+    found: Value = hlo.compare(scalar, scalar, equal)
+    return found
 
 
 def _like(array: Value, other: Value) -> ir.Type:
@@ -195,7 +197,10 @@ def _transposed(array: Value, transpose: Any) -> Value:
     """An array in the order of another's transpose, if there is one."""
     if transpose is None:
         return array
-    return hlo.TransposeOp(array, transpose.attributes["permutation"]).result
+    transposed: Value = hlo.TransposeOp(
+        array, transpose.attributes["permutation"]
+    ).result
+    return transposed
 
 
 def _is_ours(operation: ir.Operation) -> bool:

@@ -33,13 +33,14 @@ class Probabilities:
         """Notes that some among values, if probabilities, were rounded elsewhere."""
         self._rounded.update(values[place].number for place in places)
 
-    def trace_inside(self, action: Run) -> None:
-        """Notes nothing, but refuses what an action in float32 holds, too.
+    def look_inside(self, action: Run) -> None:
+        """Looks at what a jitted function holds that runs in float32 as a whole.
 
         Raises:
           BannedOpError: it may not take a rounded one.
         """
-        if any(map(self.rounded, taken(action))):
+        jitted = isinstance(action, Structural) and action.kind == "jit"
+        if jitted and any(map(self.rounded, taken(action))):
             _refuse(with_inner([action.caster.record]))
 
     def trace(self, action: Action) -> None:

@@ -69,7 +69,7 @@ def _kind(action: Action) -> Kind | None:
     if low[0] and isinstance(action, Bind) and not promotes:
         return None
     scales = isinstance(action, Bind) and _scales_low(action)
-    # On GPUs more bytes would be moved if it were computed again with its readers.
+    # Computed again with its readers, it would have GPUs move more bytes.
     again = isinstance(action, Structural) and action.device_type == "cpu"
     widens = again and action.results[0].dtype == FLOAT32
     return Kind(

@@ -245,7 +245,7 @@ class _Writer:
 
     def _take(self, action: Bind | Structural) -> None:
         """Makes an elementwise action a part of a float32 call."""
-        self._probabilities.trace_inside(action)
+        self._probabilities.look_inside(action)
         pairs = zip(action.eqn.invars, taken(action), strict=False)
         eqns, read = self._with_views([action.eqn], pairs)
         found = self._readers.kind(action)
