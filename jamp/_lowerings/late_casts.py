@@ -197,10 +197,9 @@ def _transposed(array: Value, transpose: Any) -> Value:
     """An array in the order of another's transpose, if there is one."""
     if transpose is None:
         return array
-    transposed: Value = hlo.TransposeOp(
-        array, transpose.attributes["permutation"]
-    ).result
-    return transposed
+    order = transpose.attributes["permutation"]
+    result: Value = hlo.TransposeOp(array, order).result
+    return result
 
 
 def _is_ours(operation: ir.Operation) -> bool:
