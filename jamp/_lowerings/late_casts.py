@@ -27,10 +27,10 @@ Value = ir.Value[Any]
 # Before, XLA drops barriers before it decides what to run first.
 KEEPS_BARRIERS = jaxlib.version.__version_info__ >= (0, 11, 1)
 _BARRIER, _BRANCHES = "stablehlo.optimization_barrier", "stablehlo.if"
-_CAST, _TRANSPOSE = "stablehlo.convert", "stablehlo.transpose"
+_TRANSPOSE = "stablehlo.transpose"
 _OURS, _MARK = "mhlo.frontend_attributes", "late_cast"
 # What reads an argument to cast it.
-_READERS = {_CAST, _BARRIER, _BRANCHES, _TRANSPOSE}
+_READERS = {"stablehlo.convert", _BARRIER, _BRANCHES, _TRANSPOSE}
 # Users of an argument that are looked at: it may have thousands.
 _MOST_USERS = 16
 
@@ -164,7 +164,7 @@ def _cast_after(other: Value, weight: Value, cast: Value) -> Value:
     if 0 in other.type.shape:
         return cast
     argument, transpose = _argument(weight), _transpose_before(weight)
-    low = _like(argument, cast)
+    low = ir.RankedTensorType.get(argument.type.shape, cast.type.element_type)
     branches = hlo.IfOp([low], _unknown(other))
     _mark(branches.operation)
     for region in branches.regions:
@@ -181,11 +181,6 @@ def _unknown(array: Value) -> Value:
     equal = hlo.ComparisonDirectionAttr.get("EQ")
     found: Value = hlo.compare(scalar, scalar, equal)
     return found
-
-
-def _like(array: Value, other: Value) -> ir.Type:
-    """The type of an array with the elements of another."""
-    return ir.RankedTensorType.get(array.type.shape, other.type.element_type)
 
 
 def _mark(operation: ir.Operation) -> None:
@@ -214,8 +209,8 @@ def _loosen(late: ir.Operation) -> None:
     early: Sequence[Value] = late.operands
     if late.name == _BRANCHES:
         (cast, _) = late.regions[0].blocks[0].operations
-        with ir.InsertionPoint(late):
-            early = [hlo.convert(late.results[0].type, cast.operands[0])]
+        cast.operation.move_before(late)
+        early = [cast.results[0]]
     for result, operand in zip(late.results, early, strict=True):
         result.replace_all_uses_with(operand)
     late.erase()

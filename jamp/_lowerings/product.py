@@ -55,9 +55,10 @@ def multiply_on_cpu(
     operands may be cast for this product alone.
     """
     processor = this_processor()
+    factors = _factors(lhs, rhs, dims)
     fast = lhs.dtype == BFLOAT16 and processor.has_fast_products
-    if fast and not _is_slow(lhs, rhs, dims):
-        return _in_two_rows(lhs, rhs, dims, to, one_more=one_more, late=late)
+    if fast and not _is_slow(*factors):
+        return _in_two_rows(*factors, to, one_more=one_more, late=late)
     # Multiplied and summed in float32: the same product, without a loop that takes its
     # operands apart one by one.
     slow = lhs.dtype == FLOAT16 or fast or processor.gains is False
@@ -65,7 +66,7 @@ def multiply_on_cpu(
     multiply = partial(_by_xla, to=to, out_sharding=None, in_float32=wide)
     if not wide:
         return multiply(lhs, rhs, dims)
-    return _in_best_order(_factors(lhs, rhs, dims), dims, multiply)
+    return _in_best_order(*factors, multiply)
 
 
 def _by_xla(
@@ -107,6 +108,10 @@ class _Factor(NamedTuple):
         return _size(self.array, self.free)
 
     @property
+    def size(self) -> float:
+        return _size(self.array, range(self.array.ndim))
+
+    @property
     def moved_on_the_left(self) -> float:
         """How many numbers are moved if the contracted dimensions have to come last."""
         return self._moved(self.free, self.added)
@@ -119,34 +124,33 @@ class _Factor(NamedTuple):
     def _moved(self, first: Sequence[int], last: Sequence[int]) -> float:
         if max(first, default=-1) < min(last, default=self.array.ndim):
             return 0
-        return _size(self.array, range(self.array.ndim))
+        return self.size
 
 
-def _factors(lhs: Any, rhs: Any, dims: DimensionNumbers) -> list[_Factor]:
-    return [
+def _factors(lhs: Any, rhs: Any, dims: DimensionNumbers) -> tuple[_Factor, _Factor]:
+    left, right = (
         _Factor(array, added, batch, _others(array.ndim, added, batch))
         for array, added, batch in zip((lhs, rhs), *dims, strict=True)
-    ]
+    )
+    return left, right
 
 
-def _is_slow(lhs: Any, rhs: Any, dims: DimensionNumbers) -> bool:
+def _is_slow(left: _Factor, right: _Factor) -> bool:
     """Whether float32 is faster than the instructions for bfloat16 that there are.
 
     So it is where nothing is added up, which XLA does element by element, and on some
     processors where it takes little time to cast the operands.
     """
-    left, right = _factors(lhs, rhs, dims)
-    if _size(lhs, left.added) == 1:
+    if _size(left.array, left.added) == 1:
         return True
     many = min(left.rows, right.rows) > _FEW_ROWS
-    small = max(_size(array, range(array.ndim)) for array in (lhs, rhs)) < _LARGE
+    small = max(left.size, right.size) < _LARGE
     return this_processor().is_held_back and (many or small)
 
 
 def _in_two_rows(
-    lhs: Any,
-    rhs: Any,
-    dims: DimensionNumbers,
+    left: _Factor,
+    right: _Factor,
     to: DType,
     *,
     one_more: bool,
@@ -157,35 +161,35 @@ def _in_two_rows(
     XLA multiplies a row and a matrix of bfloat16 in float32, for which it writes out
     the matrix; one that is cast for this product it rounds as it does so.
     """
-    factors = _factors(lhs, rhs, dims)
-    single = [factor.rows == 1 for factor in factors]
+    single = [factor.rows == 1 for factor in (left, right)]
     if all(single) or not any(single) or single.index(False) in late:
         multiply = partial(
             _by_instructions, to=to, out_sharding=None, one_more=one_more
         )
-        return _in_best_order(factors, dims, multiply)
-    row, matrix = factors if single[0] else reversed(factors)
+        return _in_best_order(left, right, multiply)
+    row, matrix = (left, right) if single[0] else (right, left)
     result = _row_by_matrix(row, matrix, to)
     at = len(row.batch) if single[0] else result.ndim
     return lax.expand_dims(result, range(at, at + len(row.free)))
 
 
-def _in_best_order(
-    factors: Sequence[_Factor], dims: DimensionNumbers, multiply: Callable[..., Any]
-) -> Any:
+def _in_best_order(left: _Factor, right: _Factor, multiply: Callable[..., Any]) -> Any:
     """A product with its operands swapped, if that moves fewer numbers.
 
     XLA has no fast path for stacks of matrices in which the contracted dimension is not
     the last of the left operand and the first of the right: it transposes these.
     """
-    left, right = factors
+
+    def product(left: _Factor, right: _Factor) -> Any:
+        numbers = (left.added, right.added), (left.batch, right.batch)
+        return multiply(left.array, right.array, numbers)
+
     batches = len(left.batch)
     size = _size(left.array, left.batch) * left.rows * right.rows
     swapped = right.moved_on_the_left + left.moved_on_the_right + size
     if not batches or swapped >= left.moved_on_the_left + right.moved_on_the_right:
-        return multiply(left.array, right.array, dims)
-    numbers: Any = tuple(pair[::-1] for pair in dims)
-    result = multiply(right.array, left.array, numbers)
+        return product(left, right)
+    result = product(right, left)
     first = batches + len(right.free)
     order = [*range(batches), *range(first, result.ndim), *range(batches, first)]
     return lax.transpose(result, order)
@@ -259,9 +263,9 @@ def _rounds(lhs: Any, rhs: Any, dims: DimensionNumbers) -> bool:
 
     Sizes that are not known count as large.
     """
-    _, right = _factors(lhs, rhs, dims)
+    left, right = _factors(lhs, rhs, dims)
     free, added = right.rows, _size(rhs, right.added)
-    if not ROUNDS_PRODUCTS or _size(lhs, range(lhs.ndim)) * free < _ROUNDED_FROM:
+    if not ROUNDS_PRODUCTS or left.size * free < _ROUNDED_FROM:
         return False
     return not this_processor().has_amx or added <= _MOST_ADDED or free >= _WIDE * added
 
