@@ -184,6 +184,25 @@ def test_a_float64_operand_runs_as_traced():
         assert [r.dtype.name for r in fn(x, y)] == [*["float64"] * 3, "float16"]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64"])
+def test_gradients_inside_do_not_depend_on_how_weak_a_value_is(dtype):
+    def fn(t):
+        turned = 1j * t if dtype == "complex64" else t
+        products = (turned * jnp.ones(4, dtype)) @ jnp.full((4, 4), 0.3, dtype)
+        return jnp.sum(jnp.sin(products).real)
+
+    with jax.enable_x64(dtype == "float64"):
+        weak = jnp.arange(4) * 0.1
+        strong = weak * jnp.ones(4, weak.dtype)
+        results = [gpu(jax.grad(fn))(t) for t in (weak, strong)]
+        assert weak.weak_type and results[0].dtype == results[1].dtype
+        expected = jax.grad(fn)(strong)
+        assert results[1].dtype == ("float16" if dtype == "float32" else weak.dtype)
+        tolerance = 1e-12 if dtype == "float64" else 2e-3
+        for result in results:
+            np.testing.assert_allclose(result, expected, rtol=tolerance)
+
+
 UNTOUCHED = {
     "integers": (lambda x: x @ x, jnp.ones((2, 2), jnp.int32)),
     "booleans": (lambda x: x & x, jnp.ones((2, 2), bool)),

@@ -350,7 +350,9 @@ def plan_convert(equation: Equation) -> list[Value]:
     if rule is Rule.FLOAT32:
         return [caster.cast(value, FLOAT32)]
     traced = _dtypes.dtype_of(eqn.invars[0])
-    if traced.itemsize < target.itemsize and not is_explicit(eqn):
+    promoted = traced.itemsize < target.itemsize and not is_explicit(eqn)
+    # Gradients of weakly typed values are made weakly typed.
+    if promoted or (traced == target and eqn.params["weak_type"]):
         caster.plan.changed = True
         return [value]
     if value.dtype == traced != target:

@@ -62,9 +62,10 @@ def _as_cast(eqn: JaxprEqn) -> Any:
 def is_kept_cast(eqn: JaxprEqn) -> bool:
     """Whether an equation is a cast of the user's to the float32 that is there.
 
-    JAX leaves no conversion that changes nothing.
+    JAX leaves no conversion that changes neither the dtype nor how weak it is.
     """
     if eqn.primitive is not jax.lax.convert_element_type_p:
         return False
     taken: Any = eqn.invars[0].aval
-    return _dtypes.dtype_of(eqn.outvars[0]) == taken.dtype and not taken.weak_type
+    is_float32 = taken.dtype == _dtypes.FLOAT32 and not taken.weak_type
+    return is_float32 and eqn.params == _CONVERSION
