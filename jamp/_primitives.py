@@ -60,7 +60,7 @@ MOVING = MOVEMENT | _names(
 VIEWS = _names("broadcast_in_dim reshape squeeze transpose")
 # The elements of their result are among those of their first operand.
 KEEPING_ELEMENTS = (MOVEMENT - {"optimization_barrier"}) | _names(
-    "dynamic_slice split stop_gradient tile"
+    "dynamic_slice split stop_gradient tile unstack"
 )
 # A probability stays one, if the others are constants or are put beside it.
 KEEPING_PROBABILITY = MOVING | _names(

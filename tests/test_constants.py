@@ -23,6 +23,7 @@ from test_plan import plan_of
 
 import jamp
 from jamp._plan.values import ARITHMETIC
+from jamp._primitives import MOVING
 
 SHAPES = ((), (4,), (2, 4))
 DTYPES = ("float32", "float16", "int32", "uint8", "bool")
@@ -30,6 +31,7 @@ DTYPES = ("float32", "float16", "int32", "uint8", "bool")
 NUMERIC = {"add", "clamp", "div", "mul", "neg", "scatter-add", "sub"}
 DIMENSIONED = {"concatenate", "dynamic_slice", "dynamic_update_slice", "gather", "rev"}
 DIMENSIONED |= {"scatter", "scatter-add", "slice", "split", "tile", "transpose"}
+DIMENSIONED |= {"unstack"}
 # It runs in a kernel only.
 PLANNED_ONLY = "with_memory_space_constraint"
 
@@ -143,12 +145,17 @@ FORMS: dict[str, list[Callable[[Make], Any]]] = {
     "slice": [lambda c: lax.slice(c(1, 2), c.each(1), c.each(2))],
     "split": [lambda c: lax.split(c(1, 2), (1, 3), -1)],
     "squeeze": [lambda c: lax.squeeze(lax.broadcast(c(1, 2), (1,)), (0,))],
+    "stack": [
+        lambda c: lax.stack([c(1, 2), c(3, 4), c(5, 0)], -1),
+        lambda c: lax.stack([c(1, 2), c.data()]),
+    ],
     "stop_gradient": [lambda c: primitive("stop_gradient").bind(c(1, 2))],
     "sub": [lambda c: lax.sub(c(5, 2), c(1, 1)), lambda c: lax.sub(c(1, 2), c(5, 3))],
     "tile": [lambda c: lax.tile(c(1, 2), c.each(2))],
     "transpose": [
         lambda c: lax.transpose(c(1, 2)[None], (*range(1, len(c.shape) + 1), 0))
     ],
+    "unstack": [lambda c: lax.unstack(c(1, 2), -1)],
     PLANNED_ONLY: [lambda c: pltpu.with_memory_space_constraint(c(1, 2), pltpu.HBM)],
 }
 
@@ -236,6 +243,16 @@ def test_constants_hold_the_numbers_that_jax_computes(name):
 
 def test_every_primitive_that_keeps_constants_has_a_row():
     assert FORMS.keys() == ARITHMETIC.keys()
+    # A barrier gives several values at once; the others write into an array.
+    others = {"optimization_barrier", "dynamic_update_slice", "scatter"}
+    assert MOVING - others <= FORMS.keys()
+
+
+@pytest.mark.parametrize("join", [jnp.hstack, jnp.stack, jnp.concatenate])
+def test_any_number_of_constants_may_be_joined(join):
+    table = jamp.autocast(lambda x: x * join([jnp.ones(1) * n for n in range(80)]))
+    x = jnp.ones(80) if join is not jnp.stack else jnp.ones((80, 1))
+    assert table(x).ravel().tolist() == list(range(80))
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,15 @@ def test_a_copy_of_a_listed_function_is_not_recognised():
     assert {function.name for function in functions} <= {"jax.numpy.sum"}
 
 
+@pytest.mark.parametrize("function", [jnp.mean, jnp.std, jnp.sum, jnp.linalg.norm])
+def test_calls_on_one_line_have_each_its_own_dtype(function):
+    def fn(x, y):
+        return [function(array, axis=-1) for array in (x @ x, y)]
+
+    both = jamp.autocast(fn, device_type="cpu")(jnp.ones((2, 4, 4)), jnp.ones((5, 6)))
+    assert [result.dtype.name for result in both] == ["bfloat16", "float32"]
+
+
 @pytest.fixture
 def own_module(tmp_path, monkeypatch):
     source = "import jax.numpy as jnp\ndef score(x, y):\n    return jnp.tanh(x @ y)\n"

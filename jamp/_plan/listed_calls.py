@@ -86,25 +86,26 @@ class ListedCall:
         sources = self.sources.get(var)
         if rule not in (Rule.FLOAT32, Rule.INTERNAL_FLOAT32) or not sources:
             return dtype
+        # Of two calls on one line, which may be taken for one, each has its own.
+        values = [self.entered[source] for source in sources]
         traced: DType = var.aval.dtype
         if (
-            traced not in {source.aval.dtype for source in self.entered}
+            traced not in {source.aval.dtype for source in sources}
             and _dtypes.eligible(traced)
             and self.function not in policy.activation_results
         ):
             # The user named a dtype, as in softmax(x, dtype=...).
             return traced
-        values = self.entered
-        rank = max(map(_rank, values.values()))
+        rank = max(map(_rank, values))
         # A scalar promotes nothing, and a full reduction need not be rounded.
         if rule is Rule.FLOAT32 or var.aval.ndim == 0 < rank[1]:
             return FLOAT32
         # Running statistics and the like are state, and keep their float32.
-        states = (values[v] for v in sources if _rank(values[v]) < rank)
+        states = (value for value in values if _rank(value) < rank)
         shape = var.aval.shape
         if any(v.dtype == FLOAT32 and v.aval.shape == shape for v in states):
             return FLOAT32
-        return _dtypes.widest(v.dtype for v in values.values() if _rank(v) == rank)
+        return _dtypes.widest(v.dtype for v in values if _rank(v) == rank)
 
 
 def _rank(value: Value) -> tuple[int, int]:

@@ -63,6 +63,8 @@ def _rounded(numbers: Any, dtype: DType) -> Any:
         return np.array(numbers, np.float64).astype(dtype).astype(np.float64)
 
 
+# Their results have the numbers of all their operands.
+_JOINING = ("concatenate", "pad", "select_n", "stack")
 ARITHMETIC: Mapping[str, Callable[..., Any]] = {
     "add": np.add,
     "sub": np.subtract,
@@ -73,9 +75,7 @@ ARITHMETIC: Mapping[str, Callable[..., Any]] = {
     "max": np.maximum,
     "min": np.minimum,
     "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
-    **dict.fromkeys(
-        ("select_n", "concatenate", "pad"), lambda *xs: np.hstack([*map(np.ravel, xs)])
-    ),
+    **dict.fromkeys(_JOINING, lambda *xs: np.hstack(xs)),
     **dict.fromkeys(_primitives.KEEPING_ELEMENTS, lambda x: x),
 }
 
@@ -93,7 +93,9 @@ def propagate(eqn: JaxprEqn, operands: Sequence[Numbers | None]) -> Numbers | No
     known = [operand for operand in operands if operand is not None]
     if len(known) < len(operands) or (name == "div" and 0 in known[1]):
         return None
-    arrays = np.ix_(*(np.array([*numbers]) for numbers in known))
+    arrays = [np.array([*numbers]) for numbers in known]
+    if name not in _JOINING:
+        arrays = [*np.ix_(*arrays)]
     with np.errstate(all="ignore"):
         found = _numbers(ARITHMETIC[name](*arrays))
     return found and held(found, dtype_of(eqn.outvars[0]))
