@@ -2,7 +2,10 @@
 
 import dataclasses
 import itertools
+import pickle
 import re
+import subprocess
+import sys
 import time
 
 import jax
@@ -270,6 +273,19 @@ def test_equal_policies_are_equal_and_hash_alike():
     assert first == second
     assert hash(first) == hash(second)
     assert len({first, second, GPU}) == 2
+
+
+def test_a_policy_can_be_sent_to_another_process():
+    policy = GPU.with_rules(float32=[jax.nn.relu, "sin"]).scoped("a", "float32")
+    show = "import pickle, sys; p = pickle.load(sys.stdin.buffer); print(p in {p}, p)"
+    sent = subprocess.run(
+        [sys.executable, "-c", show],
+        input=pickle.dumps(policy),
+        capture_output=True,
+        check=True,
+    )
+    assert sent.stdout.decode().strip() == f"True {policy}"
+    assert pickle.loads(pickle.dumps(policy)) == policy
 
 
 @pytest.mark.parametrize(

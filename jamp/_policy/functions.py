@@ -77,6 +77,13 @@ class Function:
             )
         return cls(name, code)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Code can't be pickled; where the name stands for it, the name is enough.
+        by_name = Function(self.name, required=False)
+        if self.code is None or by_name.resolve() is not self.code:
+            return super().__reduce_ex__(protocol)
+        return _named, (self.name, self.required, self.elementwise)
+
     def resolve(self) -> CodeType | None:
         """The code object, or None while the function's module is not imported."""
         try:
@@ -85,6 +92,10 @@ class Function:
             if self.required:
                 raise
             return None
+
+
+def _named(name: str, required: bool, elementwise: bool) -> Function:
+    return Function(name, _resolve(name), required, elementwise)
 
 
 @functools.cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -203,6 +203,10 @@ class Policy:
                 f"{error} (functions have dotted names, as in "
                 f"{' or '.join(names) or 'jax.nn.softmax'})"
             ) from None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Without what is cached: hashes differ between processes.
+        return {found.name: getattr(self, found.name) for found in fields(self)}
 
     def __hash__(self) -> int:
         return self._hash
