@@ -217,10 +217,10 @@ def test_gradients_sharded_under_jit_have_the_norm_of_all():
     np.testing.assert_allclose(logged["grad_norm"], expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("size", [1.0, 1e30])
-def test_with_an_axis_name_the_norm_is_that_of_all_shards(size):
+@pytest.mark.parametrize("size, axis_name", [(1.0, "d"), (1e30, "d"), (1.0, ["d"])])
+def test_with_an_axis_name_the_norm_is_that_of_all_shards(size, axis_name):
     grads = jnp.arange(64.0).reshape(16, 4) * size
-    local = functools.partial(jamp.metrics, axis_name="d")
+    local = functools.partial(jamp.metrics, axis_name=axis_name)
     sharded = jax.shard_map(local, mesh=mesh(), in_specs=(P(), P("d")), out_specs=P())
     logged = jax.jit(sharded)(TX.init(grads), grads)
     expected = norm_in_float64(grads, 1024)

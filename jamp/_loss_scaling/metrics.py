@@ -53,7 +53,8 @@ def metrics(
         state = state.scaler_state
     found = {"loss_scale": state.scale, "growth_tracker": state.growth_tracker, **found}
     arrays = {name: jnp.asarray(value) for name, value in found.items()}
-    return dict(_scalars(arrays, grads, axis_name))
+    axes = tuple(axis_name) if isinstance(axis_name, list) else axis_name
+    return dict(_scalars(arrays, grads, axes))
 
 
 # One program in an eager loop too, whose results are not its arguments' buffers.
