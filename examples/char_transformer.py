@@ -26,7 +26,7 @@ BATCH_SIZE = 16
 TEXT = " ".join(" ".join(topics[name] for name in sorted(topics)).split())
 ALPHABET = "".join(sorted(set(TEXT)))
 LETTERS = np.array([ALPHABET.index(letter) for letter in TEXT], np.int32)
-FIGURE = Path("examples/output/char_transformer.png")
+FIGURE = Path(__file__).parent / "output" / "char_transformer.png"
 
 
 class Block(nnx.Module):

@@ -49,7 +49,7 @@ gram_logdet.defvjp(gram_logdet_fwd, gram_logdet_bwd)
 
 
 def loss_fn(w: jax.Array, x: jax.Array) -> jax.Array:
-    return project(x, w).sum() + gram_logdet(w)
+    return jnp.mean(project(x, w) ** 2) + gram_logdet(w)
 
 
 def main() -> dict[str, jax.Array]:

@@ -32,7 +32,7 @@ import jamp
 # no loss scaling, unlike float16, the default on GPUs.
 RUNS = {"float32": {"enabled": False}, "autocast": {"dtype": jnp.bfloat16}}
 BATCH_SIZE = 128
-FIGURE = Path("examples/output/digits.png")
+FIGURE = Path(__file__).parent / "output" / "digits.png"
 
 
 class Batch(NamedTuple):

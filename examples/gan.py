@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 import jamp
 
 NOISE = 32
-FIGURE = Path("examples/output/gan.png")
+FIGURE = Path(__file__).parent / "output" / "gan.png"
 
 
 class Generator(nn.Module):

@@ -23,7 +23,7 @@ import jamp
 
 # Without it XLA may leave out roundings to 16 bits, another time others.
 OPTIONS = {"xla_allow_excess_precision": False}
-FOLDER = Path("examples/output/inference")
+FOLDER = Path(__file__).parent / "output" / "inference"
 PROGRAM, WEIGHTS = "program.bin", "weights.msgpack"
 IMAGE = (8, 8, 1)
 

@@ -57,7 +57,8 @@ def test_of_two_models_only_the_one_that_overflows_skips():
 
 def test_a_function_in_float32_is_exact_under_autocast(capsys):
     gradients = custom_functions.main()
-    np.testing.assert_allclose(gradients["float16"], gradients["float32"], rtol=2e-3)
+    # Beside it stands a product that is rounded; its gradient is at most 0.05.
+    np.testing.assert_allclose(gradients["float16"], gradients["float32"], atol=5e-5)
     printed = capsys.readouterr().out
     assert "float16 x float16" in printed
     assert "float32 x float32" in printed
