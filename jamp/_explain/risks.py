@@ -21,8 +21,8 @@ from jamp._tracing.origin import location
 # What is known of a value, and where it became so.
 Facts = Mapping[str, str]
 
-_CALLS = frozenset(_primitives.CALLS) | {"checkpoint"}
 _KEEPING = _primitives.EXACT | _primitives.MOVEMENT
+_KNOWN = _KEEPING | _primitives.CALLS.keys()
 _SUMS = _primitives.MATMULS | {"cumsum", "reduce_sum", "reduce_window_sum"}
 _LINEAR = _KEEPING | _SUMS | {"add", "div", "mul", "sub"}
 _BOUNDED = frozenset("cos erf logistic sin tanh".split())
@@ -65,7 +65,7 @@ class _Walk:
 
     def _results(self, action: Action, taken: Sequence[Facts]) -> Sequence[Facts]:
         name = getattr(getattr(action, "eqn", None), "primitive", "")
-        if str(name) not in _KEEPING | _CALLS and not isinstance(action, Broadcast):
+        if str(name) not in _KNOWN and not isinstance(action, Broadcast):
             self._note(action.operands, taken)
         match action:
             case Float32Call():
@@ -75,7 +75,7 @@ class _Walk:
                 return [*made, *(facts for facts, value in pairs if value is not None)]
             case Bind():
                 return self._equation(action.eqn, taken[: len(action.eqn.invars)])
-            case Structural() if str(name) in _CALLS:
+            case Structural() if str(name) in _primitives.CALLS:
                 return self.plan(action.plans[0], taken)
             case Structural():
                 for plan in action.plans:

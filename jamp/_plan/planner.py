@@ -71,9 +71,7 @@ def inputs_like(program: Any, arrays: Sequence[Any], options: Options) -> list[V
 
 
 def plan_program(program: Any, inputs: Values, context: Context) -> Plan:
-    plan = _Planner().plan(program, inputs, context)
-    # JAX may transpose what is linear.
-    return spare_roundings(plan)
+    return spare_roundings(_Planner().plan(program, inputs, context))
 
 
 class _Entry(NamedTuple):
