@@ -117,6 +117,36 @@ def test_results_that_are_not_arrays_come_back_as_they_are():
     assert result["y"].dtype == jnp.float16
 
 
+CLOSED_OVER = np.arange(3, dtype=np.float32)
+CONSTANTS = {
+    "array": lambda: jnp.array([1.0, 2.0]),
+    "closed over": lambda: jnp.asarray(CLOSED_OVER),
+    "numpy": lambda: np.ones(2, np.float32),
+    "number": lambda: jnp.float32(2),
+    "weakly typed": lambda: jnp.asarray(0.0),
+    "integer": lambda: jnp.asarray(3),
+    "complex": lambda: jnp.asarray(1 + 2j),
+}
+
+
+@pytest.mark.parametrize("make", CONSTANTS.values(), ids=CONSTANTS)
+def test_results_that_depend_on_no_argument_are_arrays(make):
+    def fn(x):
+        return x @ x, make()
+
+    def scaled(x):
+        return gpu(fn)(x)[1].astype(jnp.complex64).at[...].add(1)
+
+    under_autocast, expected = gpu(fn), jax.jit(fn)(x44)[1]
+    for call in range(2):
+        constant = under_autocast(x44)[1]
+        assert isinstance(constant, jax.Array), call
+        assert jax.typeof(constant) == jax.typeof(expected)
+        np.testing.assert_array_equal(constant, expected)
+        constant += 1  # what is kept for other calls stays as it is
+    np.testing.assert_array_equal(jax.jit(scaled)(x44), expected + 1)
+
+
 def test_numpy_arguments_are_arrays():
     result = gpu(lambda x, s: (x @ x) * s)(np.ones((2, 2), np.float32), np.float32(2))
     assert isinstance(result, jax.Array)

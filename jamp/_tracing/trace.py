@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import jax
+import numpy as np
 from jax.tree_util import Partial
 
 from jamp import _dtypes, _primitives
@@ -107,7 +108,7 @@ def trace(fn: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> T
         arrays = [
             array.astype(dtype) if of_function and array.dtype != dtype else array
             for array, dtype, of_function in zip(
-                results, dtypes, of_functions, strict=True
+                map(_as_array, results), dtypes, of_functions, strict=True
             )
         ]
         found = with_arrays(out["static"], positions, arrays)
@@ -116,6 +117,14 @@ def trace(fn: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> T
 
     repeatable = not any(isinstance(found, jax.Array) for found in constants(program))
     return Traced(program, rebuild, repeatable)
+
+
+def _as_array(result: Any) -> Any:
+    """A result as a function returns it: of a program it may be a constant's number."""
+    if isinstance(result, jax.Array):
+        return result
+    is_float0 = jax.typeof(result).dtype == jax.dtypes.float0
+    return (np if is_float0 else jax.numpy).array(result)
 
 
 def _as_written(
