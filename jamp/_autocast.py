@@ -138,7 +138,7 @@ class Autocast:
             if options.enabled and options.device_type == "cpu":
                 warn_if_slow(options.dtype)
             if regions.current() is not None or not options.enabled:
-                with regions.region(options):
+                with regions.region(options, of_function=True):
                     result = fn(*args, **kwargs)
             else:
                 call = nnx_modules.prepare(fn, args, kwargs)

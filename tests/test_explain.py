@@ -9,7 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
-from jaxprs import casts
+from jaxprs import casts, matmul_dtypes
 
 import jamp
 
@@ -96,6 +96,26 @@ def test_a_function_under_autocast_is_explained_with_its_own_options(wrap):
     assert report.header == "autocast on gpu to float16, policy gpu"
     assert report.options.dtype == jnp.float16
     assert report.regions == ()
+
+
+def test_a_step_with_a_loss_under_autocast_is_explained_as_it_runs():
+    loss = jamp.autocast(lambda w: jnp.mean((X @ w) ** 2), device_type="gpu")
+
+    def step(w, x):
+        value, grad = jax.value_and_grad(loss)(w)
+        return w - x @ grad, value
+
+    report = jamp.explain(jax.jit(step))(X.T, X.T @ X)
+    found = [
+        tuple(dtype.name for dtype in record.operands)
+        for record in report.records
+        if record.primitive == "dot_general"
+    ]
+    program = jax.make_jaxpr(step)(X.T, X.T @ X)
+    assert sorted(found) == sorted(matmul_dtypes(program))
+    assert ("float32", "float32") in found and ("float16", "float16") in found
+    assert report.header.endswith("in regions: on gpu to float16, policy gpu")
+    assert "outside of autocast" in str(report)
 
 
 def test_the_header_names_the_options_of_regions_that_have_others():

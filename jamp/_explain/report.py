@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Never
@@ -21,7 +21,7 @@ from jamp._explain.risks import find_risks
 from jamp._plan.planner import make_plan
 from jamp._tracing import nnx_modules, regions, trace
 from jamp._tracing.checks import check_function, is_array
-from jamp._tracing.regions import Options, Scope
+from jamp._tracing.regions import Options, Scope, is_partly_under_autocast
 
 
 @dataclass(frozen=True, repr=False)
@@ -126,9 +126,9 @@ def explain(
     """Explains what `jamp.autocast` does with a function.
 
     Args:
-      fn: the function, as given to `jamp.autocast`. If it is under autocast itself, its
-        options hold where none are given. If part of it is, as of a training step,
-        `enabled=False` leaves the rest as written.
+      fn: the function, as given to `jamp.autocast`. Where no options are given, those
+        of a function that is under autocast itself hold, and a function of which part
+        is, as a training step, is explained as it runs: the rest as written.
       residuals: whether to count too what the forward pass keeps for the backward pass
         if the floating results are differentiated with respect to the first argument
         that holds floating arrays. It takes two more traces.
@@ -149,10 +149,14 @@ def explain(
         options = named.options()
         call = nnx_modules.prepare(fn, args, kwargs)
         traced = trace.trace(call.fn, options, call.args, call.kwargs)
+        partly = not autocast_options and is_partly_under_autocast(traced.program)
+        if partly:
+            options = replace(options, enabled=False, source="outside of autocast")
+            traced = trace.trace(call.fn, options, call.args, call.kwargs)
         inside = dict.fromkeys(options_inside(traced.program, Scope((), options)))
         enabled = [found for found in inside if found.enabled]
         decisive = enabled or [*inside]
-        if not autocast_options and len(decisive) == 1:
+        if not autocast_options and not partly and len(decisive) == 1:
             (options,) = decisive
         # The arrays of each argument, in the order of the leaves of (args, kwargs).
         arguments = [*call.args, *(call.kwargs[name] for name in sorted(call.kwargs))]

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import jaxprs_in_params
 
 from jamp import _dtypes
 from jamp._compat import scope_names
@@ -143,24 +144,25 @@ class _Mark(str):
     """The name of the scope that a region is in a program, which holds its options."""
 
     options: Options
+    of_function: bool  # whether the region is a whole function under autocast
 
 
 @lru_cache(maxsize=1024)
-def _mark(options: Options) -> _Mark:
+def _mark(options: Options, of_function: bool) -> _Mark:
     digest = hashlib.sha256(repr(options).encode()).hexdigest()[:12]
     kind = options.dtype.name if options.enabled else "disabled"
-    mark = _Mark(f"jamp.autocast:{kind}:{digest}")
-    mark.options = options
+    mark = _Mark(f"jamp.autocast:{kind}:{digest}{':function' if of_function else ''}")
+    mark.options, mark.of_function = options, of_function
     return mark
 
 
 @contextmanager
-def region(options: Options) -> Iterator[None]:
+def region(options: Options, *, of_function: bool = False) -> Iterator[None]:
     """Marks what is traced inside as governed by these options, under autocast."""
     if current() is None:
         yield
         return
-    with tracing(options), jax.named_scope(_mark(options)):
+    with tracing(options), jax.named_scope(_mark(options, of_function)):
         yield
 
 
@@ -182,6 +184,25 @@ def holds_region(program: Any) -> bool:
         for eqn in equations(program)
         for name in scope_names(eqn.source_info.name_stack)
     )
+
+
+def is_partly_under_autocast(program: Any) -> bool:
+    """Whether a function under autocast stands in a program, and others beside it."""
+    return {*_under_autocast(program, ())} == {True, False}
+
+
+def _under_autocast(program: Any, around: tuple[_Mark, ...]) -> Iterator[bool]:
+    """Whether operations stand in a function under autocast, or in no region at all."""
+    for eqn in program.eqns:
+        names = scope_names(eqn.source_info.name_stack)
+        marks = (*around, *(name for name in names if isinstance(name, _Mark)))
+        held = [*jaxprs_in_params(eqn.params)]
+        for inner in held:
+            yield from _under_autocast(inner, marks)
+        inside = any(mark.of_function and mark.options.enabled for mark in marks)
+        counts = not held and eqn.primitive.name != "convert_element_type"
+        if counts and (inside or not marks):
+            yield inside
 
 
 @dataclass(frozen=True)
