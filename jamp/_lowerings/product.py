@@ -22,6 +22,8 @@ _WIDE = 8
 # With more rows, or a smaller matrix, float32 is worth the casts of the operands.
 _FEW_ROWS = 32
 _LARGE = 2**20
+# Of stacks of matrices with fewer multiplications in each, XLA makes loops on JAX 0.10.
+_LOOPED_BELOW = 2**9
 
 Dims = tuple[int, ...]
 DimensionNumbers = tuple[tuple[Dims, Dims], tuple[Dims, Dims]]
@@ -33,7 +35,8 @@ def _product_on_cpu(lhs: Any, rhs: Any, taken: Taken, params: dict[str, Any]) ->
     one_more = params["transposed"] and _are_matrices(lhs, rhs, dims)
     if taken.whole and sharding is None:
         return multiply_on_cpu(lhs, rhs, dims, to, one_more=one_more, late=taken.late)
-    if lhs.dtype == BFLOAT16 and this_processor().has_fast_products:
+    fast = lhs.dtype == BFLOAT16 and this_processor().has_fast_products
+    if fast and not _is_looped(*_factors(lhs, rhs, dims)):
         return _by_instructions(lhs, rhs, dims, to, sharding, one_more=one_more)
     # Of sharded operands XLA would send float32 copies. It has no loop for 16 bits that
     # gives float32.
@@ -141,11 +144,21 @@ def _is_slow(left: _Factor, right: _Factor) -> bool:
     So it is where nothing is added up, which XLA does element by element, and on some
     processors where it takes little time to cast the operands.
     """
-    if _size(left.array, left.added) == 1:
+    if _size(left.array, left.added) == 1 or _is_looped(left, right):
         return True
     many = min(left.rows, right.rows) > _FEW_ROWS
     small = max(left.size, right.size) < _LARGE
     return this_processor().is_held_back and (many or small)
+
+
+def _is_looped(left: _Factor, right: _Factor) -> bool:
+    """Whether XLA makes a loop of a stack of small matrices.
+
+    It ends the process where it has found a transposed result better, which it can't
+    write so; the barriers behind products by instructions keep that from going away.
+    """
+    multiplications = _size(left.array, left.added) * left.rows * right.rows
+    return bool(left.batch) and not ROUNDS_PRODUCTS and multiplications < _LOOPED_BELOW
 
 
 def _in_two_rows(
