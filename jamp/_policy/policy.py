@@ -11,9 +11,10 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
+import numpy as np
 from jax.extend.core import Primitive
 
-from jamp._dtypes import DType
+from jamp._dtypes import LOW_DTYPES, LOW_NAMES, DType
 from jamp._errors import PolicyError
 from jamp._policy.functions import Function
 from jamp._policy.rules import DEVICES, Rule, Unsafe, check_primitive, to_rule
@@ -47,6 +48,31 @@ class Policy:
     unsafe: tuple[Unsafe, ...] = ()
     activation_results: tuple[Function, ...] = ()
     float32_gradients: bool = True
+
+    def __post_init__(self) -> None:
+        try:
+            dtype = np.dtype(self.dtype)
+        except TypeError:
+            dtype = None
+        if dtype not in LOW_DTYPES:
+            raise PolicyError(
+                f"the dtype of a policy must be {LOW_NAMES}, got {self.dtype!r}"
+            )
+        object.__setattr__(self, "dtype", dtype)
+        if not isinstance(self.float32_gradients, bool):
+            raise PolicyError(
+                f"float32_gradients must be True or False, got "
+                f"{self.float32_gradients!r}"
+            )
+        for name in ("primitives", "functions", "scopes"):
+            given = getattr(self, name)
+            if not isinstance(given, tuple) or not all(
+                isinstance(rule, Rule) for _, rule in given
+            ):
+                raise PolicyError(
+                    f"{name} must be a tuple of pairs of an entry and a rule; "
+                    "with_rules and scoped take the names of rules"
+                )
 
     @classmethod
     def load(cls, source: str | Path) -> Policy:
