@@ -287,7 +287,7 @@ def _users_code(doing: str) -> Iterator[None]:
         yield
     except JampError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)[::-1]
         found = users_frame(frame.filename for frame in frames)
         place = None if found is None else frames[found]

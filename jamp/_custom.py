@@ -68,9 +68,7 @@ def custom_fwd(
       AutocastError: an unknown device type.
       AutocastTypeError: `fn` is not callable, or `cast_inputs` is no floating dtype.
     """
-    dtype = None if cast_inputs is None else check_floating("cast_inputs", cast_inputs)
-    if device_type is not None:
-        regions.device_kind(device_type)
+    dtype = _checked(device_type, cast_inputs)
     if fn is None:
         return functools.partial(
             custom_fwd, device_type=device_type, cast_inputs=cast_inputs
@@ -128,9 +126,20 @@ def custom_bwd(
       AutocastError: an unknown device type.
       AutocastTypeError: `fn` is not callable, or `cast_inputs` is no floating dtype.
     """
-    if fn is not None:
-        check_function("custom_bwd", fn)
+    _checked(device_type, cast_inputs)
+    if fn is None:
+        return functools.partial(
+            custom_bwd, device_type=device_type, cast_inputs=cast_inputs
+        )
+    check_function("custom_bwd", fn)
     return custom_fwd(fn, device_type=device_type, cast_inputs=cast_inputs)
+
+
+def _checked(device_type: str | None, cast_inputs: Any) -> _dtypes.DType | None:
+    """The dtype for arguments, if there is one, of options that are right."""
+    if device_type is not None:
+        regions.device_kind(device_type)
+    return None if cast_inputs is None else check_floating("cast_inputs", cast_inputs)
 
 
 def _refuse_without_rules(fn: Any) -> None:

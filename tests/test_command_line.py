@@ -101,10 +101,11 @@ def project(tmp_path, monkeypatch):
     """A folder with a module, train, and inputs of its functions."""
     (tmp_path / "train.py").write_text(TRAINING, encoding="utf-8")
     (tmp_path / "inputs.py").write_text(INPUTS, encoding="utf-8")
+    (tmp_path / "script.py").write_text("import sys\nsys.exit(0)\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield tmp_path
-    for name in ("train", "inputs", "cast"):
+    for name in ("train", "inputs", "script", "cast"):
         sys.modules.pop(name, None)
 
 
@@ -211,6 +212,7 @@ def test_diagnose_names_a_fault_and_exits_with_1(project, capsys):
         ("train:loss_fn", "absent.py", "there is no file absent.py"),
         ("train:loss_fn", "train.py", "train.py must set args, a tuple"),
         ("train:broken", "inputs.py", "train.py:14: AttributeError"),
+        ("train:loss_fn", "script.py", "script.py:2: SystemExit: 0"),
     ],
 )
 @pytest.mark.parametrize("command", ["explain", "diagnose"])

@@ -238,6 +238,29 @@ def test_inputs_given_beside_a_function_are_told_where_they_go(transform):
         transform(3)
 
 
+@pytest.mark.parametrize("argnums", ["w", None, 0.0, {0}])
+def test_an_argument_to_differentiate_at_is_named_by_its_number(argnums):
+    with pytest.raises(jamp.AutocastTypeError, match="argnums must be the number of"):
+        jamp.value_and_grad(jnp.sum, argnums=argnums)
+
+
+@pytest.mark.parametrize(
+    "decorator, ending",
+    [
+        (jamp.custom_fwd, r"cast_inputs is a keyword: custom_fwd\(cast_inputs=jnp\."),
+        (jamp.custom_bwd, r"cast_inputs is a keyword: custom_bwd\(cast_inputs=jnp\."),
+        (jamp.explain, r"dtype is a keyword: explain\(dtype=jnp\.float32\)"),
+        (jamp.value_and_grad, "got the dtype float32$"),
+    ],
+)
+def test_a_dtype_in_the_place_of_a_function_is_told_its_keyword(decorator, ending):
+    with pytest.raises(jamp.AutocastTypeError, match=ending):
+        decorator(jnp.float32)
+    if decorator is jamp.custom_bwd:
+        with pytest.raises(jamp.AutocastTypeError, match="custom_bwd takes a function"):
+            decorator(cast_inputs=jnp.float32)(3)
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_region_takes_no_dtype_of_results(enabled):
     def fn(x):

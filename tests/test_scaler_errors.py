@@ -77,7 +77,7 @@ def test_a_flag_that_is_no_number_is_refused(flag):
         GradScaler().step(state_of(8.0), SGD, W, flag, SGD.init(W), W)
 
 
-@pytest.mark.parametrize("flag", [256.0, {"w": W}])
+@pytest.mark.parametrize("flag", [256.0, 256, {"w": W}])
 def test_a_flag_that_is_a_scale_or_gradients_is_refused(flag):
     with pytest.raises(ScalerTypeError, match="a scale to set is new_scale="):
         GradScaler().update(state_of(8.0), flag)

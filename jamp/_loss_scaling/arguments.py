@@ -79,10 +79,14 @@ def any_of(found_inf: Any, method: str) -> jax.Array:
 
 
 def _is_scale_or_gradient(number: Any) -> bool:
-    """Whether a number is no flag; torch's flags are floats too, as 1.0."""
-    if not jnp.issubdtype(jnp.result_type(number), np.inexact):
-        return False
-    return np.ndim(number) > 0 or (isinstance(number, float) and number not in (0, 1))
+    """Whether a number is no flag; torch's flags are floats too, as 1.0.
+
+    Numbers in arrays may be sums of flags.
+    """
+    if isinstance(number, int | float):
+        return number not in (0, 1)
+    is_float = jnp.issubdtype(jnp.result_type(number), np.inexact)
+    return bool(is_float) and np.ndim(number) > 0
 
 
 def scaled(scale: jax.Array, outputs: Any) -> Any:

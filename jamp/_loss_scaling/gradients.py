@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jamp._compat import api_boundary
-from jamp._errors import ScalerTypeError
+from jamp._errors import AutocastTypeError, ScalerTypeError
 from jamp._loss_scaling.arguments import is_number, scaled
 from jamp._loss_scaling.transformation import find_scale
 from jamp._tracing import nnx_modules
@@ -54,9 +54,7 @@ def value_and_grad(
       ScalerTypeError: the loss is no real scalar, `has_aux` does not fit what `loss_fn`
         returns, or what to differentiate at holds integers.
     """
-    numbers: Sequence[Any] = argnums if isinstance(argnums, Sequence) else (argnums,)
-    fine = all(map(nnx_modules.is_argnum, numbers))
-    check_function("value_and_grad", loss_fn, inputs if fine else (argnums, *inputs))
+    _check(loss_fn, argnums, inputs)
 
     @functools.wraps(loss_fn)
     def scaled_value_and_grad(
@@ -83,6 +81,18 @@ def value_and_grad(
     # The signature of the loss lacks the first argument.
     del scaled_value_and_grad.__wrapped__
     return api_boundary(scaled_value_and_grad)
+
+
+def _check(loss_fn: Any, argnums: Any, inputs: Sequence[Any]) -> None:
+    """Raises for no function, no numbers of arguments, or inputs given beside it."""
+    numbers: Sequence[Any] = argnums if isinstance(argnums, Sequence) else (argnums,)
+    fine = all(map(nnx_modules.is_argnum, numbers))
+    # The first of the inputs stands where argnums does.
+    if not fine and not inputs and isinstance(argnums, str | float | set | None):
+        raise AutocastTypeError(
+            f"argnums must be the number of an argument, or several, got {argnums!r}"
+        )
+    check_function("value_and_grad", loss_fn, inputs if fine else (argnums, *inputs))
 
 
 def _of_arrays(

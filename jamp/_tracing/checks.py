@@ -16,6 +16,7 @@ import numpy as np
 from jamp._compat import trace_context
 from jamp._errors import AutocastTypeError
 
+_WITHOUT_OPTIONS = ("value_and_grad",)  # of autocast
 _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 
 
@@ -89,11 +90,14 @@ def check_function(name: str, fn: Any, inputs: Sequence[Any] = ()) -> None:
             f"{name} takes a function alone, and its inputs go to what it returns: "
             f"{name}(fn)(...)"
         )
-    if isinstance(fn, str):
+    keyword = "cast_inputs" if name.startswith("custom_") else "dtype"
+    if isinstance(fn, str) and name not in _WITHOUT_OPTIONS:
         got = f"{fn!r}; device_type is a keyword: {name}(device_type={fn!r})"
     elif isinstance(fn, np.dtype | type(jax.numpy.float16)):
         dtype = np.dtype(fn).name
-        got = f"the dtype {dtype}; dtype is a keyword: {name}(dtype=jnp.{dtype})"
+        got = f"the dtype {dtype}"
+        if name not in _WITHOUT_OPTIONS:
+            got += f"; {keyword} is a keyword: {name}({keyword}=jnp.{dtype})"
     elif inspect.isclass(fn):
         got = (
             f"the class {fn.__name__}; decorate its __call__ (flax.nnx) or wrap the "
