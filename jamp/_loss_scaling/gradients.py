@@ -54,7 +54,7 @@ def value_and_grad(
       ScalerTypeError: the loss is no real scalar, `has_aux` does not fit what `loss_fn`
         returns, or what to differentiate at holds integers.
     """
-    _check(loss_fn, argnums, inputs)
+    numbers = _checked_numbers(loss_fn, argnums, inputs)
 
     @functools.wraps(loss_fn)
     def scaled_value_and_grad(
@@ -83,8 +83,8 @@ def value_and_grad(
     return api_boundary(scaled_value_and_grad)
 
 
-def _check(loss_fn: Any, argnums: Any, inputs: Sequence[Any]) -> None:
-    """Raises for no function, no numbers of arguments, or inputs given beside it."""
+def _checked_numbers(loss_fn: Any, argnums: Any, inputs: Sequence[Any]) -> Any:
+    """The numbers of arguments, if they are some and a function alone is with them."""
     numbers: Sequence[Any] = argnums if isinstance(argnums, Sequence) else (argnums,)
     fine = all(map(nnx_modules.is_argnum, numbers))
     # The first of the inputs stands where argnums does.
@@ -93,6 +93,7 @@ def _check(loss_fn: Any, argnums: Any, inputs: Sequence[Any]) -> None:
             f"argnums must be the number of an argument, or several, got {argnums!r}"
         )
     check_function("value_and_grad", loss_fn, inputs if fine else (argnums, *inputs))
+    return numbers
 
 
 def _of_arrays(
