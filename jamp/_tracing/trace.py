@@ -121,7 +121,7 @@ def trace(fn: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> T
 
 def _as_array(result: Any) -> Any:
     """A result as a function returns it: of a program it may be a constant's number."""
-    if isinstance(result, jax.Array):
+    if isinstance(result, jax.Array | jax.ShapeDtypeStruct):
         return result
     is_float0 = jax.typeof(result).dtype == jax.dtypes.float0
     return (np if is_float0 else jax.numpy).array(result)
