@@ -88,6 +88,11 @@ def test_a_pattern_that_matches_nothing_warns_once_at_the_users_line(flax_model)
         fn(variables, x44)
     assert [w.filename for w in warned] == [__file__]
     fn(variables, x44[:2])
+    # To ask for a rule changes nothing.
+    asked = GPU.scoped("**/nowhere", "float32")
+    assert asked.rule("dot_general", scope="a/nowhere").value == "float32"
+    with pytest.warns(jamp.JampWarning, match=r"matches '\*\*/nowhere' of"):
+        jamp.autocast(model.apply, policy=asked)(variables, x44)
     # What one program lacks another may have.
     found = GPU.scoped("**/first", "float32")
     jamp.autocast(model.apply, policy=found)(variables, x44)

@@ -169,9 +169,9 @@ class Policy:
           if the policy knows none of them.
         """
         names = tuple(scope.split("/")) if isinstance(scope, str) else scope
-        found = self.scope_rule(names)
-        if found is not None:
-            return found[1]
+        found = self._matching(names)
+        if found:
+            return found[-1][1]
         if function is not None:
             key = self._entry(function)
             code = key.resolve() if isinstance(key, Function) else None
@@ -182,10 +182,13 @@ class Policy:
         return self.primitive_rules.get(name) if name else None
 
     def scope_rule(self, names: tuple[str, ...]) -> tuple[str, Rule] | None:
-        """The last (pattern, rule) whose pattern matches these scopes, if any."""
-        found = [(p, rule) for p, rule in self.scopes if _matches(p, names)]
+        """The last (pattern, rule) that matches the scopes of an operation, if any."""
+        found = self._matching(names)
         self.unmatched.difference_update(pattern for pattern, _ in found)
         return found[-1] if found else None
+
+    def _matching(self, names: tuple[str, ...]) -> list[tuple[str, Rule]]:
+        return [(p, rule) for p, rule in self.scopes if _matches(p, names)]
 
     @property
     def unmatched(self) -> set[str]:
