@@ -1,5 +1,7 @@
 """`jamp.diagnose` on calls with modules, mutable arrays, and JAX's own NaN checks."""
 
+from pathlib import Path
+
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
@@ -45,6 +47,31 @@ def test_beside_a_module_the_gradient_is_of_argnums():
     assert all(label.startswith("gradient of args[1]") for label in gradients(found))
     found = diagnose(weighted, loss_scale=1.0, argnums=(0, 1))(*args)
     assert {*LINEAR, "gradient of args[0]"} < set(gradients(found))
+
+
+def test_of_a_step_whose_loss_is_under_autocast_the_rest_is_as_written():
+    def loss_fn(w):
+        return jnp.sum(jnp.abs((w @ EYE) @ (300 * EYE)))  # here
+
+    def step(w):
+        loss = jamp.autocast(loss_fn, device_type="gpu")
+        grads = jax.grad(loss)(w)
+        return (1000 * w) @ (1000 * w.T), grads, loss(1e3 * w)
+
+    found = jamp.diagnose(step, progress=False)(X)
+    assert found.header.startswith("autocast where the function has it")
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    here = lines.index(
+        "        return jnp.sum(jnp.abs((w @ EYE) @ (300 * EYE)))  # here"
+    )
+    assert [f.location.line for f in found.findings] == [here + 1]
+    under = jamp.diagnose(step, device_type="gpu", progress=False)(X)
+    assert len(under.findings) > 1
+
+
+def test_a_number_of_an_argument_may_be_numpys():
+    found = diagnose(jnp.vdot, loss_scale=1.0, argnums=np.int64(1))(X, X)
+    assert gradients(found) == ["gradient of args[1]"]
 
 
 def test_what_is_updated_is_named_as_part_of_its_module():

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from numbers import Integral
 from typing import Any, Never
 
 import jax
@@ -63,7 +64,8 @@ def diagnose(
     Branches, lengths of loops and integers are those of the run under autocast in both.
 
     Args:
-      fn: the function, as given to `jamp.autocast`, or what that returned.
+      fn: the function, as given to `jamp.autocast`, or what that returned. A step, of
+        which part is under autocast, is diagnosed as it runs if no options are given.
       loss_scale: the factor of the loss, 1 for none; with it, `fn` returns a scalar
         loss, and its gradient is diagnosed too.
       argnums: which arguments the gradient is taken of; of `flax.nnx` modules, it is
@@ -82,13 +84,12 @@ def diagnose(
       BannedOpError: the policy bans an operation of the program.
     """
     check_function("diagnose", fn, inputs)
-    scale = _checked_scale(loss_scale)
-    fn, named = unwrapped(fn, named_arguments("diagnose", autocast_options))
+    scale, chosen = _checked(loss_scale, argnums)
+    inner, named = unwrapped(fn, named_arguments("diagnose", autocast_options))
 
     @api_boundary
     def diagnosed(*args: Any, **kwargs: Any) -> Diagnosis:
-        chosen = () if scale is None else argnums
-        subject = Subject.of(fn, args, kwargs, chosen, has_aux)
+        subject = Subject.of(inner, args, kwargs, chosen, has_aux)
         steps: Steps = {}
 
         def run(settings: Settings) -> Examination:
@@ -96,9 +97,9 @@ def diagnose(
 
         # Values that are not finite are expected here.
         with jax.debug_nans(False), jax.debug_infs(False), np.errstate(all="ignore"):
-            first = run(Settings(named.options(), scale))
-            faults, suggestions = cure(subject, first, run)
-            return _diagnosis(subject, first, faults, suggestions)
+            as_it_runs = inner is fn and not autocast_options
+            first = run(Settings(subject.options(named, as_it_runs), scale))
+            return _diagnosis(subject, first, *cure(subject, first, run))
 
     return diagnosed
 
@@ -118,6 +119,21 @@ def _checked_scale(loss_scale: float | None) -> float | None:
             f"loss_scale must be positive and a float32, got {loss_scale}"
         )
     return float(loss_scale)
+
+
+def _checked(
+    loss_scale: float | None, argnums: Any
+) -> tuple[float | None, Sequence[int]]:
+    """The loss scale, and the arguments of a gradient, of which without it is none."""
+    scale = _checked_scale(loss_scale)
+    numbers: Any = (argnums,) if isinstance(argnums, Integral) else argnums
+    if not isinstance(numbers, Sequence) or not all(
+        isinstance(number, Integral) for number in numbers
+    ):
+        raise AutocastTypeError(
+            f"argnums must be the number of an argument, or several, got {argnums!r}"
+        )
+    return scale, () if scale is None else tuple(numbers)
 
 
 @contextmanager
@@ -154,11 +170,14 @@ def _diagnosis(
 ) -> Diagnosis:
     options, scale = first.settings.options, first.settings.loss_scale
     scaled = "" if scale is None else f", loss scale {scale:g}"
+    header = (
+        f"autocast on {options.device_type} to {options.dtype.name}, policy "
+        f"{options.policy.name}"
+    )
+    if not options.enabled:
+        header = "autocast where the function has it, the rest as written"
     return Diagnosis(
-        header=(
-            f"autocast on {options.device_type} to {options.dtype.name}, policy "
-            f"{options.policy.name}{scaled}"
-        ),
+        header=f"{header}{scaled}",
         dtype=options.dtype.name,
         findings=tuple(_finding(fault, subject) for fault in faults),
         suggestions=suggestions,

@@ -57,7 +57,7 @@ class Subject:
         fn: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        argnums: int | Sequence[int],
+        argnums: Sequence[int],
         has_aux: bool,
     ) -> Self:
         """The subject of a call; without a gradient, `argnums` is empty."""
@@ -73,7 +73,7 @@ class Subject:
                 "diagnose runs the function on arrays with values, not on shapes as of "
                 "jax.eval_shape; call it outside of jax.jit and other transformations"
             )
-        chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        chosen = tuple(argnums)
         if not all(-free <= number < free for number in chosen):
             raise AutocastError(
                 f"argnums is {argnums}, and there are {free} positional arguments"
@@ -90,6 +90,15 @@ class Subject:
         )
         labels = list(map(_label_of, paths))
         return cls(call.fn, leaves, tree, labels, differentiated, has_aux, modules)
+
+    def options(self, named: regions.Arguments, as_it_runs: bool) -> regions.Options:
+        """Options around it; perhaps disabled, if part of it is under autocast."""
+        options = named.options()
+        if not as_it_runs:
+            return options
+        args, kwargs = jax.tree.unflatten(self.tree, self.leaves)
+        program = trace.trace(self.fn, options, args, kwargs).program
+        return regions.around(program, options)
 
     def not_finite(self) -> list[str]:
         return [

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, Never
@@ -21,7 +21,7 @@ from jamp._explain.risks import find_risks
 from jamp._plan.planner import make_plan
 from jamp._tracing import nnx_modules, regions, trace
 from jamp._tracing.checks import check_function, is_array
-from jamp._tracing.regions import Options, Scope, is_partly_under_autocast
+from jamp._tracing.regions import Options, Scope, around
 
 
 @dataclass(frozen=True, repr=False)
@@ -146,17 +146,12 @@ def explain(
 
     @api_boundary
     def explained(*args: Any, **kwargs: Any) -> Report:
-        options = named.options()
         call = nnx_modules.prepare(fn, args, kwargs)
-        traced = trace.trace(call.fn, options, call.args, call.kwargs)
-        partly = not autocast_options and is_partly_under_autocast(traced.program)
-        if partly:
-            options = replace(options, enabled=False, source="outside of autocast")
-            traced = trace.trace(call.fn, options, call.args, call.kwargs)
+        traced, options = _traced(call, named.options(), bool(autocast_options))
         inside = dict.fromkeys(options_inside(traced.program, Scope((), options)))
         enabled = [found for found in inside if found.enabled]
         decisive = enabled or [*inside]
-        if not autocast_options and not partly and len(decisive) == 1:
+        if not autocast_options and options.enabled and len(decisive) == 1:
             (options,) = decisive
         # The arrays of each argument, in the order of the leaves of (args, kwargs).
         arguments = [*call.args, *(call.kwargs[name] for name in sorted(call.kwargs))]
@@ -177,6 +172,15 @@ def explain(
         return Report(found, name, options, others, kept, find_risks(plan))
 
     return explained
+
+
+def _traced(call: Any, options: Options, settled: bool) -> tuple[Any, Options]:
+    """A call traced, and the options around it: as it runs, unless that is settled."""
+    traced = trace.trace(call.fn, options, call.args, call.kwargs)
+    outside = options if settled else around(traced.program, options)
+    if outside is not options:
+        traced = trace.trace(call.fn, outside, call.args, call.kwargs)
+    return traced, outside
 
 
 def _options(options: Options) -> dict[str, Any]:

@@ -186,9 +186,14 @@ def holds_region(program: Any) -> bool:
     )
 
 
-def is_partly_under_autocast(program: Any) -> bool:
-    """Whether a function under autocast stands in a program, and others beside it."""
-    return {*_under_autocast(program, ())} == {True, False}
+def around(program: Any, options: Options) -> Options:
+    """Options for a program traced under them, disabled if part is under autocast.
+
+    That is, if a function under autocast stands in it, and other operations beside it.
+    """
+    if {*_under_autocast(program, ())} != {True, False}:
+        return options
+    return replace(options, enabled=False, source="outside of autocast")
 
 
 def _under_autocast(program: Any, around: tuple[_Mark, ...]) -> Iterator[bool]:
