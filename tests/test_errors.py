@@ -256,9 +256,13 @@ def test_an_argument_to_differentiate_at_is_named_by_its_number(argnums):
 def test_a_dtype_in_the_place_of_a_function_is_told_its_keyword(decorator, ending):
     with pytest.raises(jamp.AutocastTypeError, match=ending):
         decorator(jnp.float32)
-    if decorator is jamp.custom_bwd:
-        with pytest.raises(jamp.AutocastTypeError, match="custom_bwd takes a function"):
-            decorator(cast_inputs=jnp.float32)(3)
+
+
+@pytest.mark.parametrize("decorator", [jamp.custom_fwd, jamp.custom_bwd])
+def test_a_decorator_with_options_names_itself(decorator):
+    message = f"{decorator.__name__} takes a function"
+    with pytest.raises(jamp.AutocastTypeError, match=message):
+        decorator(cast_inputs=jnp.float32)(3)
 
 
 @pytest.mark.parametrize("enabled", [True, False])

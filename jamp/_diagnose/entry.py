@@ -33,7 +33,7 @@ from jamp._diagnose.program import Settings, Subject
 from jamp._diagnose.walk import Steps
 from jamp._dtypes import narrow
 from jamp._errors import AutocastError, AutocastTypeError
-from jamp._tracing.checks import check_function
+from jamp._tracing.checks import check_function, wrong_argnums
 from jamp._tracing.regions import named_arguments
 
 # How many operations with underflow are listed.
@@ -126,14 +126,10 @@ def _checked(
 ) -> tuple[float | None, Sequence[int]]:
     """The loss scale, and the arguments of a gradient, of which without it is none."""
     scale = _checked_scale(loss_scale)
-    numbers: Any = (argnums,) if isinstance(argnums, Integral) else argnums
-    if not isinstance(numbers, Sequence) or not all(
-        isinstance(number, Integral) for number in numbers
-    ):
-        raise AutocastTypeError(
-            f"argnums must be the number of an argument, or several, got {argnums!r}"
-        )
-    return scale, () if scale is None else tuple(numbers)
+    numbers = argnums if isinstance(argnums, Sequence) else (argnums,)
+    if not all(isinstance(number, Integral) for number in numbers):
+        raise wrong_argnums(argnums)
+    return scale, () if scale is None else numbers
 
 
 @contextmanager

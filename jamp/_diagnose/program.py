@@ -73,13 +73,13 @@ class Subject:
                 "diagnose runs the function on arrays with values, not on shapes as of "
                 "jax.eval_shape; call it outside of jax.jit and other transformations"
             )
-        chosen = tuple(argnums)
-        if not all(-free <= number < free for number in chosen):
+        if not all(-free <= number < free for number in argnums):
             raise AutocastError(
-                f"argnums is {argnums}, and there are {free} positional arguments"
+                f"argnums is {', '.join(map(str, argnums))}, and there are {free} "
+                "positional arguments"
             )
         # Those that the partials hold come first.
-        chosen = tuple(len(args) - free + number % free for number in chosen)
+        chosen = tuple(len(args) - free + number % free for number in argnums)
         paths, modules = _find_paths(args, kwargs, call)
         differentiated = tuple(
             slot

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jamp._compat import api_boundary
-from jamp._errors import AutocastTypeError, ScalerTypeError
+from jamp._errors import ScalerTypeError
 from jamp._loss_scaling.arguments import is_number, scaled
 from jamp._loss_scaling.transformation import find_scale
 from jamp._tracing import nnx_modules
-from jamp._tracing.checks import check_function, is_array
+from jamp._tracing.checks import check_function, is_array, wrong_argnums
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -86,13 +86,12 @@ def value_and_grad(
 def _checked_numbers(loss_fn: Any, argnums: Any, inputs: Sequence[Any]) -> Any:
     """The numbers of arguments, if they are some and a function alone is with them."""
     numbers: Sequence[Any] = argnums if isinstance(argnums, Sequence) else (argnums,)
-    fine = all(map(nnx_modules.is_argnum, numbers))
-    # The first of the inputs stands where argnums does.
-    if not fine and not inputs and isinstance(argnums, str | float | set | None):
-        raise AutocastTypeError(
-            f"argnums must be the number of an argument, or several, got {argnums!r}"
-        )
-    check_function("value_and_grad", loss_fn, inputs if fine else (argnums, *inputs))
+    if not all(map(nnx_modules.is_argnum, numbers)):
+        if not inputs and isinstance(argnums, str | float | set | None):
+            raise wrong_argnums(argnums)
+        # The first of the inputs stands where argnums does.
+        inputs = (argnums, *inputs)
+    check_function("value_and_grad", loss_fn, inputs)
     return numbers
 
 

@@ -61,7 +61,7 @@ class Policy:
         object.__setattr__(self, "dtype", dtype)
         if not isinstance(self.float32_gradients, bool):
             raise PolicyError(
-                f"float32_gradients must be True or False, got "
+                "float32_gradients must be True or False, got "
                 f"{self.float32_gradients!r}"
             )
         for name in ("primitives", "functions", "scopes"):

@@ -16,7 +16,12 @@ import numpy as np
 from jamp._compat import trace_context
 from jamp._errors import AutocastTypeError
 
-_WITHOUT_OPTIONS = ("value_and_grad",)  # of autocast
+# What takes a dtype by another keyword than `dtype`, or by none, as no device type.
+_DTYPE_KEYWORDS = {
+    "custom_bwd": "cast_inputs",
+    "custom_fwd": "cast_inputs",
+    "value_and_grad": None,
+}
 _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 
 
@@ -83,6 +88,12 @@ def _is_global(obj: Any) -> bool:
     return found is obj
 
 
+def wrong_argnums(argnums: Any) -> AutocastTypeError:
+    return AutocastTypeError(
+        f"argnums must be the number of an argument, or several, got {argnums!r}"
+    )
+
+
 def check_function(name: str, fn: Any, inputs: Sequence[Any] = ()) -> None:
     """Raises unless `fn`, alone, was given to what has this name, to be traced."""
     if inputs:
@@ -90,13 +101,13 @@ def check_function(name: str, fn: Any, inputs: Sequence[Any] = ()) -> None:
             f"{name} takes a function alone, and its inputs go to what it returns: "
             f"{name}(fn)(...)"
         )
-    keyword = "cast_inputs" if name.startswith("custom_") else "dtype"
-    if isinstance(fn, str) and name not in _WITHOUT_OPTIONS:
+    keyword = _DTYPE_KEYWORDS.get(name, "dtype")
+    if isinstance(fn, str) and keyword:
         got = f"{fn!r}; device_type is a keyword: {name}(device_type={fn!r})"
     elif isinstance(fn, np.dtype | type(jax.numpy.float16)):
         dtype = np.dtype(fn).name
         got = f"the dtype {dtype}"
-        if name not in _WITHOUT_OPTIONS:
+        if keyword:
             got += f"; {keyword} is a keyword: {name}({keyword}=jnp.{dtype})"
     elif inspect.isclass(fn):
         got = (

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import jaxprs_in_params
+from jax.extend.core import JaxprEqn, jaxprs_in_params
 
 from jamp import _dtypes
 from jamp._compat import scope_names
@@ -179,11 +179,13 @@ def as_written(source: str) -> Iterator[None]:
 
 def holds_region(program: Any) -> bool:
     """Whether part of a traced program stands in a region."""
-    return any(
-        isinstance(name, _Mark)
-        for eqn in equations(program)
-        for name in scope_names(eqn.source_info.name_stack)
-    )
+    return any(_marks(eqn) for eqn in equations(program))
+
+
+def _marks(eqn: JaxprEqn) -> list[_Mark]:
+    """Of the regions that an equation stands in, as far as its own program tells."""
+    names = scope_names(eqn.source_info.name_stack)
+    return [name for name in names if isinstance(name, _Mark)]
 
 
 def around(program: Any, options: Options) -> Options:
@@ -196,11 +198,10 @@ def around(program: Any, options: Options) -> Options:
     return replace(options, enabled=False, source="outside of autocast")
 
 
-def _under_autocast(program: Any, around: tuple[_Mark, ...]) -> Iterator[bool]:
+def _under_autocast(program: Any, outer: tuple[_Mark, ...]) -> Iterator[bool]:
     """Whether operations stand in a function under autocast, or in no region at all."""
     for eqn in program.eqns:
-        names = scope_names(eqn.source_info.name_stack)
-        marks = (*around, *(name for name in names if isinstance(name, _Mark)))
+        marks = (*outer, *_marks(eqn))
         held = [*jaxprs_in_params(eqn.params)]
         for inner in held:
             yield from _under_autocast(inner, marks)
