@@ -20,7 +20,7 @@ from jamp import Diagnosis, Policy, Report, __version__, diagnose, explain
 from jamp._errors import JampError, TargetError
 from jamp._lowerings.processor import this_processor
 from jamp._policy.policy import named_rules
-from jamp._tracing.origin import users_frame
+from jamp._tracing.locations import users_frame
 from jamp._tracing.regions import device_kind
 
 _BFLOAT16 = {

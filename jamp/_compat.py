@@ -4,6 +4,8 @@ Some of it would not raise if JAX changed it, and jamp would quietly do less:
 `tests/test_compat.py` has a test for each.
 """
 
+import functools
+import inspect
 import os
 import sys
 import threading
@@ -36,10 +38,14 @@ from jax._src.lax import lax as _lax
 # names of transformations.
 from jax._src.source_info_util import Scope as _Scope
 from jax.extend.core import JaxprEqn, Primitive
+from jax.interpreters.partial_eval import DynamicJaxprTracer
 
 _traceback_util.register_exclusion(os.path.dirname(__file__))
 # What it wraps raises with such a traceback.
 api_boundary = _traceback_util.api_boundary
+
+# The module whose functions make functions.
+_MAKES_FUNCTIONS = inspect.unwrap(jax.vjp).__globals__["__name__"]
 
 # Code objects, innermost first, and the offset of the instruction in each.
 Frames = tuple[Sequence[CodeType], Sequence[int]]
@@ -59,9 +65,24 @@ def under_trace(arrays: Iterable[Any]) -> bool:
     )
 
 
+def only_staged(arrays: Iterable[Any]) -> bool:
+    """Whether no array is differentiated, or vmapped, at this moment."""
+    tracers = (array for array in arrays if isinstance(array, jax.core.Tracer))
+    return all(isinstance(tracer, DynamicJaxprTracer) for tracer in tracers)
+
+
 def trace_of(tracer: Any) -> Any:
     # Nothing public tells of which trace a tracer is.
     return tracer._trace
+
+
+def is_made_by_jax(function: Any) -> bool:
+    """Whether a function is one that JAX made, as `jax.vjp` makes pullbacks."""
+    while isinstance(function, functools.partial):
+        # JAX wraps the one that is kept by one that is a pytree.
+        function = getattr(function.func, "fun", function.func)
+    # Their types have no public name, but the module that jax.vjp comes from.
+    return bool(getattr(function, "__module__", None) == _MAKES_FUNCTIONS)
 
 
 def primitive_names() -> frozenset[str]:

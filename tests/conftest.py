@@ -5,6 +5,7 @@ import itertools
 import os
 import shutil
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import hypothesis
@@ -14,10 +15,9 @@ import pytest
 
 # No public function makes the context of a lowering.
 from jax._src.interpreters import mlir  # noqa: TID251
-from products import processor_with
+from processors import processor_with
 
 from jamp._diagnose import judge
-from jamp._lowerings import processor
 
 # Compiling takes longer than any deadline; the same examples on every run.
 hypothesis.settings.register_profile(
@@ -97,29 +97,18 @@ def pytest_runtest_teardown(item):
 
 
 @pytest.fixture
-def choose_processor(monkeypatch, tmp_path):
-    """Gives this machine another processor, by what /proc/cpuinfo says of it."""
-    caches = (processor.this_processor, processor.warn_if_slow)
-
-    def choose(cpu_info):
-        file = tmp_path / "cpuinfo"
-        file.write_text(cpu_info, encoding="utf-8")
-        monkeypatch.setattr(processor, "_CPU_INFO", file)
-        for cached in caches:
-            cached.cache_clear()
-
-    yield choose
-    for cached in caches:
-        cached.cache_clear()
+def choose_processor(tmp_path):
+    """Gives this machine another processor, as `processor_with` does."""
+    with ExitStack() as stack:
+        yield lambda described: stack.enter_context(processor_with(described, tmp_path))
 
 
 @pytest.fixture
-def amx(tmp_path):
-    with processor_with("avx2 avx512_bf16 amx_bf16", tmp_path):
-        yield
+def amx(choose_processor):
+    choose_processor("amx_bf16")
 
 
-@pytest.fixture(scope="module", params=["avx2", "avx2 avx512_bf16"])
+@pytest.fixture(scope="module", params=["old", "avx512_bf16"])
 def on_processor(request, tmp_path_factory):
     with processor_with(request.param, tmp_path_factory.mktemp("processor")):
         yield

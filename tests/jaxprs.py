@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jamp._equations import equations
-from jamp._lowerings.processor import CONVERTS_STACKS
+from jamp._lowerings.releases import CONVERTS_STACKS
 
 LOW = (np.dtype(np.float16), np.dtype(jnp.bfloat16))
 

@@ -1,30 +1,14 @@
-"""Products of jamp's own against JAX's in float32, on processors jamp is told to be on.
+"""Products of jamp's own against JAX's in float32, exactly.
 
 Operands are small integers, which 16 bits and their products hold exactly: results and
 gradients are equal to those of float32, not near them.
 """
 
-from contextlib import contextmanager
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import jamp
-from jamp._lowerings import processor
-
-
-@contextmanager
-def processor_with(flags, folder):
-    """Has jamp take the processor for one with other instructions than it has."""
-    file = folder / "cpuinfo"
-    file.write_text(f"flags\t: {flags}\n", encoding="utf-8")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(processor, "_CPU_INFO", file)
-        processor.this_processor.cache_clear()
-        yield
-    processor.this_processor.cache_clear()
 
 
 def cast(fn):

@@ -43,6 +43,26 @@ def test_frames_lead_from_the_equation_to_its_functions():
     )
 
 
+def test_a_pullback_is_told_from_a_function_of_the_users():
+    _, pullback = jax.vjp(sine, 1.0)
+    assert _compat.is_made_by_jax(pullback), (
+        "pullbacks that a function returns would refuse 16-bit cotangents"
+    )
+    assert not _compat.is_made_by_jax(sine)
+
+
+def test_a_differentiated_array_is_not_only_staged():
+    found = []
+
+    def noted(x):
+        found.append(_compat.only_staged([x]))
+        return x
+
+    jax.make_jaxpr(noted)(1.0)
+    jax.grad(noted)(1.0)
+    assert found == [True, False], "equations of derivatives would not be shared"
+
+
 def test_frames_inside_a_jitted_function_are_kept():
     eqn, *_ = equations(jax.jit(calls_sine), 1.0)
     (inner,) = (v for v in eqn.params.values() if hasattr(v, "eqns"))

@@ -18,7 +18,7 @@ from jaxprs import LOW, factors, is_float
 from programs import PROGRAMS
 
 import jamp
-from jamp._lowerings.processor import CONVERTS_STACKS
+from jamp._lowerings.releases import CONVERTS_STACKS
 
 X = jnp.ones((6, 6))
 MATMULS = {"dot_general", "conv_general_dilated"}

@@ -45,12 +45,12 @@ MULTIPLIED = {
 }
 
 
-@pytest.mark.parametrize("instructions", ["avx2", "avx512_bf16"])
+@pytest.mark.parametrize("processor", ["old", "avx512_bf16"])
 @pytest.mark.parametrize("form", MULTIPLIED)
 def test_inference_holds_a_copy_of_one_weight_at_a_time(
-    form, instructions, choose_processor
+    form, processor, choose_processor
 ):
-    choose_processor(f"flags : {instructions}")
+    choose_processor(processor)
     model, x, weight = MULTIPLIED[form]
     lowered = jax.jit(autocast(model)).lower(x, *[weight] * LAYERS)
     used = lowered.compile().memory_analysis().temp_size_in_bytes
@@ -93,7 +93,7 @@ AGAIN = {
 
 @pytest.mark.parametrize("where", AGAIN)
 def test_a_weight_stays_cast_for(where, choose_processor):
-    choose_processor("flags : avx2")
+    choose_processor("old")
     assert MARK in lowered(apply, SQUARE, SQUARE, SQUARE)
     assert MARK not in lowered(AGAIN[where], SQUARE, SQUARE, SQUARE)
 
@@ -116,7 +116,7 @@ def test_what_is_computed_twice_is_one_computation(twice, once):
 
 
 def test_others_cast_as_before(choose_processor):
-    choose_processor("flags : avx2")
+    choose_processor("old")
     mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,))
     rows = jax.NamedSharding(mesh, jax.P("data"))
     x = jax.ShapeDtypeStruct(SQUARE.shape, SQUARE.dtype, sharding=rows)

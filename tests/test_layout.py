@@ -27,6 +27,7 @@ LIBRARY = sorted(
     path for folder in FOLDERS.values() for path in (ROOT / folder).rglob("*.py")
 )
 LINKS = ["policies", "pallas_kernels"]
+COMPAT = ROOT / "jamp" / "_compat.py"
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
@@ -47,8 +48,8 @@ def packages_on_disk(root):
     return found
 
 
-def private_jax_imports(tree):
-    """The statements that import from jax._src."""
+def imports_of(package, tree):
+    """The statements that import from a package of JAX's."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -57,7 +58,7 @@ def private_jax_imports(tree):
             names = [module, *(f"{module}.{alias.name}" for alias in node.names)]
         else:
             continue
-        if any(name == "jax._src" or name.startswith("jax._src.") for name in names):
+        if any(f"{name}.".startswith(f"{package}.") for name in names):
             yield node
 
 
@@ -66,7 +67,7 @@ def unexplained_imports(source):
     lines = source.splitlines()
     return [
         node.lineno
-        for node in private_jax_imports(ast.parse(source))
+        for node in imports_of("jax._src", ast.parse(source))
         if not any("#" in line for line in lines[node.lineno - 1 : node.end_lineno])
         and not "".join(lines[: node.lineno - 1][-1:]).lstrip().startswith("#")
     ]
@@ -158,6 +159,30 @@ def room_circle(sources):
     return circle(graph)
 
 
+def rooms_on_disk():
+    """Folders of jamp/ and modules beside them, links and the package itself aside."""
+    for path in sorted((ROOT / "jamp").iterdir()):
+        if path.suffix == ".py" and path.stem != "__init__":
+            yield path.name
+        elif path.is_dir() and path.name not in LINKS and any(path.glob("*.py")):
+            yield f"{path.name}/"
+
+
+def rooms_described(text):
+    """The rooms, or files in them, that the table of CONTRIBUTING.md names."""
+    _, table = text.split("The rooms of `jamp/`", 1)
+    table, _ = table.split("\n\n", 2)[1:]
+    cells = [row.split("|")[1] for row in table.splitlines()[2:]]
+    return [name for cell in cells for name in re.findall("`(.*?)`", cell)]
+
+
+def test_every_room_is_described_and_every_described_one_is_there():
+    described = rooms_described((ROOT / "CONTRIBUTING.md").read_text("utf-8"))
+    assert not {*rooms_on_disk()} - {*described}
+    for name in described:
+        assert (ROOT / "jamp" / name).exists(), name
+
+
 def test_every_package_on_disk_is_installed():
     assert sorted(SETUPTOOLS["packages"]) == sorted(packages_on_disk(ROOT))
 
@@ -218,9 +243,18 @@ def test_import_circle_is_noticed(source):
 
 def test_private_jax_is_imported_in_one_file():
     def check(path):
-        tree = ast.parse(path.read_text())
-        found = [node.lineno for node in private_jax_imports(tree)]
-        assert not found or path == ROOT / "jamp" / "_compat.py"
+        found = list(imports_of("jax._src", ast.parse(path.read_text())))
+        assert not found or path == COMPAT
+
+    check_files(check)
+
+
+def test_jax_interpreters_are_imported_where_primitives_are_defined():
+    """They are public, and change the most of what is."""
+
+    def check(path):
+        found = list(imports_of("jax.interpreters", ast.parse(path.read_text())))
+        assert not found or path == COMPAT or path.parent.name == "_lowerings"
 
     check_files(check)
 
@@ -229,11 +263,12 @@ def test_private_jax_is_imported_in_one_file():
     "source", ["import jax._src.core", "from jax import _src", "from jax._src import x"]
 )
 def test_private_jax_import_is_noticed(source):
-    assert list(private_jax_imports(ast.parse(source)))
+    assert list(imports_of("jax._src", ast.parse(source)))
+    assert not list(imports_of("jax.s", ast.parse(source)))
 
 
 def test_private_jax_imports_are_explained():
-    assert unexplained_imports((ROOT / "jamp" / "_compat.py").read_text()) == []
+    assert unexplained_imports(COMPAT.read_text()) == []
 
 
 def test_unexplained_private_jax_import_is_noticed():
@@ -243,8 +278,7 @@ def test_unexplained_private_jax_import_is_noticed():
 
 def test_version_guards_can_fail():
     floor = jax_floor(PYPROJECT["project"]["dependencies"])
-    compat = (ROOT / "jamp" / "_compat.py").read_text()
-    assert dead_version_guards(compat, floor) == []
+    assert dead_version_guards(COMPAT.read_text(), floor) == []
 
 
 def test_dead_version_guard_is_noticed():

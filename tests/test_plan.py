@@ -10,7 +10,7 @@ from programs import PROGRAMS
 import jamp
 from jamp._emit import emit, emitter
 from jamp._plan.planner import make_plan
-from jamp._plan.rules import STRUCTURAL, structural
+from jamp._plan.programs import STRUCTURAL, structural
 from jamp._tracing import regions
 
 every_program = pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.name)

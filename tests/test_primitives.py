@@ -12,7 +12,7 @@ import pytest
 from jax.extend.core import Primitive
 
 from jamp import _primitives as primitives
-from jamp._plan.rules import STRUCTURAL
+from jamp._plan.programs import STRUCTURAL
 from jamp._plan.values import ARITHMETIC
 
 RELEASE = ".".join(jax.__version__.split(".")[:2])

@@ -14,14 +14,14 @@ from jax import P, lax
 from jax.sharding import AxisType, NamedSharding
 from jax.test_util import check_grads
 from jaxprs import equations, matmul_dtypes, traced
-from products import assert_equal_derivatives, cast, integers, processor_with
+from processors import processor_with
+from products import assert_equal_derivatives, cast, integers
 
 import jamp
 from jamp.__main__ import main
-from jamp._lowerings import processor
 from jamp._lowerings.bilinear import product_params
-from jamp._lowerings.late_casts import KEEPS_BARRIERS
 from jamp._lowerings.product import product_p
+from jamp._lowerings.releases import KEEPS_BARRIERS, ROUNDS_PRODUCTS
 
 W, X = (jax.device_put(np.ones(shape, np.float32)) for shape in ((3, 4), (5, 3)))
 
@@ -96,7 +96,7 @@ def test_a_gradient_that_is_transposed_runs():
 def test_a_transpose_behind_leaves_a_product_in_the_layout_with_instructions(tmp_path):
     """XLA would swap the operands to swallow it."""
     x, w = jnp.ones((16, 32)), jnp.ones((32, 64))
-    with processor_with("avx2 avx512_bf16", tmp_path):
+    with processor_with("avx512_bf16", tmp_path):
         fn = jax.jit(cast(lambda w, x: (x @ w).T))
         compiled = fn.lower(w, x).compile().as_text()
     assert re.findall(r"lhs_contracting_dims=(\S+),", compiled) == ["{1}"]
@@ -129,35 +129,35 @@ STACKS = {
 }
 
 
-@pytest.mark.parametrize("instructions", ["avx2", "avx2 avx512_bf16"])
+@pytest.mark.parametrize("processor", ["old", "avx512_bf16"])
 @pytest.mark.parametrize("name", STACKS)
 def test_stacks_are_multiplied_in_the_order_that_moves_fewer_numbers(
-    name, instructions, tmp_path
+    name, processor, tmp_path
 ):
     (left, right, *numbers), operands = STACKS[name]
     x, y = (jax.device_put(integers(i, shape)) for i, shape in enumerate((left, right)))
     low = x.astype(jnp.bfloat16), y.astype(jnp.bfloat16)
     fn = functools.partial(lax.dot_general, dimension_numbers=tuple(numbers))
-    with processor_with(instructions, tmp_path):
+    with processor_with(processor, tmp_path):
         taken = operands_of_product(cast(fn), *low)
         # By instructions they may have a dimension more.
         assert re.findall(r"([\dx]+?)(?:x1)?x[bf]", taken) == operands
         assert_equal_derivatives(fn, x, y)
 
 
-@pytest.mark.parametrize("instructions", ["avx2 amx_bf16", "avx2 avx512_bf16"])
+@pytest.mark.parametrize("processor", ["amx_bf16", "avx512_bf16"])
 @pytest.mark.parametrize(
     "subscripts", ["nhd,hde->nhe", "hqk,khd->qhd", "hab,hbc->cha", "hab,hbc->ahc"]
 )
 def test_stacks_of_small_matrices_are_multiplied_in_any_layout(
-    subscripts, instructions, tmp_path
+    subscripts, processor, tmp_path
 ):
     """JAX 0.10 ended the process."""
     sizes = dict.fromkeys("abcdehkqn", 3) | {"h": 2}
     given = subscripts.partition("->")[0].split(",")
     x, y = (integers(i, [sizes[d] for d in dims]) for i, dims in enumerate(given))
     fn = functools.partial(jnp.einsum, subscripts)
-    with processor_with(instructions, tmp_path):
+    with processor_with(processor, tmp_path):
         assert_equal_derivatives(fn, jnp.asarray(x), jnp.asarray(y))
 
 
@@ -199,7 +199,7 @@ def test_a_single_row_is_multiplied_as_two_rows(name, tmp_path):
     x, y = (jax.device_put(integers(i, shape)) for i, shape in enumerate((left, right)))
     low = x.astype(jnp.bfloat16), y.astype(jnp.bfloat16)
     fn = functools.partial(jnp.einsum, subscripts)
-    with processor_with("avx2 avx512_bf16", tmp_path):
+    with processor_with("avx512_bf16", tmp_path):
         assert operands_of_product(cast(fn), *low) == operands
         found = jax.jit(cast(fn))(*low)
         assert_equal_derivatives(fn, x, y)
@@ -212,7 +212,7 @@ def test_a_single_row_stays_one_for_a_weight_that_is_cast_when_it_is_multiplied(
 ):
     """XLA rounds it as it writes it out."""
     fn = cast(lambda x, w: jnp.tanh(x) @ w)
-    with processor_with("avx2 avx512_bf16", tmp_path):
+    with processor_with("avx512_bf16", tmp_path):
         taken = operands_of_product(fn, jnp.ones((1, 6)), jnp.ones((6, 5)))
     assert taken == "1x6xbf16>, tensor<6x5xbf16>"
 
@@ -232,7 +232,7 @@ def test_xla_rounds_products_where_that_takes_less_time_or_memory(name):
     x, w = jnp.ones((rows, added)), jnp.ones((added, columns))
     lowered = jax.jit(cast(jnp.matmul)).lower(x, w).as_text()
     (found,) = re.findall(r"dot_general .*-> tensor<\d+x\d+x(\w+)>", lowered)
-    assert found == ("bf16" if rounded and processor.ROUNDS_PRODUCTS else "f32")
+    assert found == ("bf16" if rounded and ROUNDS_PRODUCTS else "f32")
 
 
 def gradient_of(fn):
@@ -273,14 +273,14 @@ def test_a_policy_may_round_the_gradients_of_weights(tmp_path, capsys):
     assert capsys.readouterr().out == "gradients of weights: float32 -> 16 bits\n"
 
 
-@pytest.mark.parametrize("flags", ["avx2", "avx2 avx512_bf16"])
+@pytest.mark.parametrize("processor", ["old", "avx512_bf16"])
 def test_the_gradient_of_a_weight_is_that_of_float32_on_several_devices(
-    flags, tmp_path
+    processor, tmp_path
 ):
     x, w = jnp.asarray(integers(0, (2, 5, 3))), jnp.asarray(integers(1, (2, 3, 4)))
     mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,))
     spread = jax.device_put((w, x), NamedSharding(mesh, P("i")))
-    with processor_with(flags, tmp_path):
+    with processor_with(processor, tmp_path):
         found = jax.jit(gradient_of(cast(jnp.matmul)))(*spread)
     np.testing.assert_array_equal(found, gradient_of(jnp.matmul)(w, x))
 

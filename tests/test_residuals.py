@@ -10,7 +10,7 @@ import pytest
 from jaxprs import equations
 
 import jamp
-from jamp._lowerings.processor import CONVERTS_STACKS
+from jamp._lowerings.releases import CONVERTS_STACKS
 
 WIDE = (64, 128)
 

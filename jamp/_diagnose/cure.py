@@ -20,7 +20,7 @@ from jamp._dtypes import BFLOAT16, FLOAT16, narrow
 from jamp._policy.functions import Function
 from jamp._policy.policy import Policy
 from jamp._tracing import trace
-from jamp._tracing.origin import is_users, stem_of
+from jamp._tracing.locations import is_users, stem_of
 from jamp._tracing.regions import Options
 
 _TRACE = trace.trace.__code__.co_filename

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jamp._diagnose.measure import LOWEST_EXPONENT
-from jamp._tracing.origin import Location
+from jamp._tracing.locations import Location
 
 # Stands for an operation where an argument or a constant is at fault.
 ARGUMENT = "argument"

@@ -25,7 +25,7 @@ from jamp._diagnose.program import Program, Settings, Subject
 from jamp._diagnose.walk import EXACTLY, Steps, Walk
 from jamp._dtypes import narrow
 from jamp._equations import equations
-from jamp._plan.plain import is_explicit
+from jamp._plan.plain_equations import is_explicit
 from jamp._primitives import CALLS, FUNCTIONS, MOVEMENT
 from jamp._tracing.regions import Scope
 

@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes, _primitives
 from jamp._compat import is_plain_array
-from jamp._tracing import origin
+from jamp._tracing import locations
 
 # Exponents that a histogram tells apart; what lies outside counts at its ends.
 LOWEST_EXPONENT, HIGHEST_EXPONENT = -64, 63
@@ -182,8 +182,8 @@ class Measured:
         return self.primitive == "convert_element_type"
 
     @cached_property
-    def location(self) -> origin.Location | None:
-        return next(filter(None, map(origin.location, self.eqns)), None)
+    def location(self) -> locations.Location | None:
+        return next(filter(None, map(locations.location, self.eqns)), None)
 
     @property
     def line(self) -> Any:

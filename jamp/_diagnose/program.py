@@ -14,7 +14,7 @@ from jamp._emit import emit
 from jamp._equations import equations, replaced
 from jamp._errors import AutocastError, AutocastTypeError
 from jamp._plan.planner import make_plan
-from jamp._tracing import nnx_modules, origin, regions, trace
+from jamp._tracing import locations, nnx_modules, regions, trace
 from jamp._tracing.checks import is_array
 
 # The keys that lead to a leaf, the first one `args` or `kwargs`.
@@ -28,7 +28,7 @@ class Settings:
     options: regions.Options  # those of the autocast
     loss_scale: float | None = None  # the factor of the loss; None computes no gradient
     # Whose lines stand in a region with `enabled=False`.
-    regions: frozenset[origin.Location] = frozenset()
+    regions: frozenset[locations.Location] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ def _in_regions(program: Any, settings: Settings) -> Any:
         mark = current_name_stack()
 
     def on_line(eqn: JaxprEqn) -> bool:
-        location = origin.location(eqn)
+        location = locations.location(eqn)
         return location is not None and (location.file, location.line) in lines
 
     def marked(eqn: JaxprEqn) -> Any:

@@ -27,7 +27,7 @@ from jamp._diagnose.measure import (
     has_shadow,
     tracked,
 )
-from jamp._lowerings.lower import lowering
+from jamp._lowerings.hook import lowering
 from jamp._tracing.regions import Scope
 
 # XLA may otherwise leave out the roundings that are to be measured.

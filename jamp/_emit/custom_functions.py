@@ -34,7 +34,7 @@ from jamp._plan.plan import Context, Structural
 from jamp._plan.planner import inputs_like, plan_program
 from jamp._plan.values import Value, Values
 from jamp._tracing.casts import make_jaxpr
-from jamp._tracing.origin import frame_key, location
+from jamp._tracing.locations import frame_key, location
 from jamp._tracing.regions import Scope
 from jamp._tracing.trace import outlived
 

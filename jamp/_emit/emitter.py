@@ -9,14 +9,13 @@ import jax
 import numpy as np
 from jax.extend.core import JaxprEqn
 from jax.extend.source_info_util import current_name_stack, user_context
-from jax.interpreters.partial_eval import DynamicJaxprTracer
 
 from jamp import _dtypes
-from jamp._compat import INLINE, settings, under_trace
+from jamp._compat import INLINE, only_staged, settings, under_trace
 from jamp._emit.conversions import convert, convert_all
 from jamp._emit.iterations import Iteration
 from jamp._equations import bind_primitive, number_of
-from jamp._lowerings.lower import lowering
+from jamp._lowerings.hook import lowering
 from jamp._plan.plan import Action, Bind, Broadcast, Cast, Plan
 from jamp._plan.values import Value
 from jamp._policy.rules import Rule
@@ -151,12 +150,6 @@ def _is_hashable(key: Any) -> bool:
     return key is not None
 
 
-def _only_staged(arrays: Arrays) -> bool:
-    """Whether no array is differentiated, or vmapped, at this moment."""
-    tracers = (array for array in arrays if isinstance(array, jax.core.Tracer))
-    return all(isinstance(tracer, DynamicJaxprTracer) for tracer in tracers)
-
-
 @emits(Cast)
 def _emit_cast(emitter: Emitter, action: Cast, arrays: Arrays) -> Arrays:
     return [convert(arrays[0], action.dtype)]
@@ -177,7 +170,7 @@ def _emit_bind(emitter: Emitter, action: Bind, arrays: Arrays) -> Arrays:
         avals = _dtypes.all_in_dtypes(eqn.invars, action.dtypes)
         primitive, params = lowering(eqn, avals, action.weights)
     as_traced = action.caster.record.ruling.rule is Rule.AS_TRACED
-    if as_traced or eqn.effects or _only_staged(arrays):
+    if as_traced or eqn.effects or only_staged(arrays):
         return bind_primitive(primitive, params, arrays)
     # Scalars are no operands of a function, which would be saved for its derivative.
     fixed = [None if isinstance(a, jax.Array) or np.ndim(a) else a for a in arrays]

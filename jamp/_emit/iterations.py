@@ -15,8 +15,8 @@ import numpy as np
 from jamp import _primitives
 from jamp._dtypes import BFLOAT16, FLOAT32
 from jamp._emit.conversions import convert, convert_all
-from jamp._lowerings.lower import has_own_product
-from jamp._lowerings.processor import CONVERTS_STACKS
+from jamp._lowerings.hook import has_own_product
+from jamp._lowerings.releases import CONVERTS_STACKS
 from jamp._plan.plan import Action, Bind, Cast, Float32Call, Structural
 from jamp._plan.values import Value
 

@@ -16,7 +16,7 @@ from jamp._explain.residuals import Residuals
 from jamp._plan.records import Origin, Record
 from jamp._policy.policy import Policy, entries
 from jamp._policy.rules import BUILTIN, Rule
-from jamp._tracing.origin import Location, stem_of
+from jamp._tracing.locations import Location, stem_of
 from jamp._tracing.regions import Options
 
 _LOW = frozenset(dtype.name for dtype in _dtypes.LOW_DTYPES)

@@ -12,10 +12,10 @@ from jax.extend.core import JaxprEqn, jaxprs_in_params
 
 from jamp import _dtypes, _primitives
 from jamp._explain.residuals import elements
+from jamp._plan.programs import STRUCTURAL
 from jamp._plan.records import Record
-from jamp._plan.rules import STRUCTURAL
 from jamp._policy.rules import Rule
-from jamp._tracing.origin import Location, library_location, location
+from jamp._tracing.locations import Location, library_location, location
 from jamp._tracing.regions import Options, Scope
 
 # What calls programs, which count in its place.

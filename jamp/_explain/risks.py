@@ -16,7 +16,7 @@ from jamp._equations import closed
 from jamp._explain.figures import line_of
 from jamp._plan.plan import Action, Bind, Broadcast, Float32Call, Plan, Structural
 from jamp._plan.values import Value
-from jamp._tracing.origin import location
+from jamp._tracing.locations import location
 
 # What is known of a value, and where it became so.
 Facts = Mapping[str, str]

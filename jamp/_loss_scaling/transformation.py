@@ -13,7 +13,7 @@ from jamp._errors import JampWarning, ScalerError, ScalerTypeError, did_you_mean
 from jamp._loss_scaling import arguments
 from jamp._loss_scaling.arguments import instances, select
 from jamp._loss_scaling.scaler import GradScaler, ScalerState
-from jamp._tracing.origin import users_level
+from jamp._tracing.locations import users_level
 from jamp.pallas_kernels import unscale_and_check
 
 

@@ -19,7 +19,7 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 from jamp._dtypes import FLOAT32, in_dtype
 from jamp._equations import bind
 from jamp._lowerings.late_casts import lower_of_weights
-from jamp._lowerings.primitive import Operation, like, lower
+from jamp._lowerings.own_primitives import Operation, like, lower
 
 # One that JAX is configured for is for float32.
 PRECISION = (lax.Precision.DEFAULT, lax.Precision.DEFAULT)

@@ -27,7 +27,8 @@ from jamp._lowerings.patches import (
     merged,
     rounded,
 )
-from jamp._lowerings.processor import CONVERTS_STACKS, this_processor
+from jamp._lowerings.processor import this_processor
+from jamp._lowerings.releases import CONVERTS_STACKS
 
 # Patches are worth their time if each of their elements meets so many output features,
 # and if they have so many input features.

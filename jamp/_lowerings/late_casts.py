@@ -13,19 +13,17 @@ from itertools import islice
 from typing import Any
 
 import jax
-import jaxlib
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import func
 from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
-from jamp._lowerings.primitive import is_for_one_device
+from jamp._lowerings.own_primitives import is_for_one_device
+from jamp._lowerings.releases import KEEPS_BARRIERS
 
 Value = ir.Value[Any]
 
-# Before, XLA drops barriers before it decides what to run first.
-KEEPS_BARRIERS = jaxlib.version.__version_info__ >= (0, 11, 1)
 _BARRIER, _BRANCHES = "stablehlo.optimization_barrier", "stablehlo.if"
 _TRANSPOSE = "stablehlo.transpose"
 _OURS, _MARK = "mhlo.frontend_attributes", "late_cast"

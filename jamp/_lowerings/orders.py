@@ -17,7 +17,7 @@ from jax.interpreters import ad, batching
 
 from jamp._dtypes import BFLOAT16, FLOAT32, eligible
 from jamp._equations import replaced
-from jamp._lowerings.primitive import like, lower
+from jamp._lowerings.own_primitives import like, lower
 
 _OF_JAX = (
     *(lax.eq_p, lax.ge_p, lax.gt_p, lax.le_p, lax.lt_p, lax.ne_p, lax.max_p, lax.min_p),

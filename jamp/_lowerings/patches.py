@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jamp._dtypes import BFLOAT16, FLOAT32, DType
-from jamp._lowerings.processor import CONVERTS_STACKS
 from jamp._lowerings.product import multiply_on_cpu
+from jamp._lowerings.releases import CONVERTS_STACKS
 
 # Of more, patches leave the cache before they are read; of fewer, a loop takes longer.
 _MOST_BYTES = 8 * 2**20

@@ -7,22 +7,16 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 import jax
-import jaxlib
 
 from jamp._dtypes import FLOAT16, DType
 from jamp._errors import JampWarning
-from jamp._tracing.origin import users_level
+from jamp._tracing.locations import users_level
 
 _CPU_INFO = Path("/proc/cpuinfo")
 # Instructions that multiply bfloat16: those of x86 that XLA uses for matrix products,
 # and ARM's.
 _OF_X86 = frozenset({"avx512_bf16", "amx_bf16"})
 _OF_ARM = frozenset({"bf16"})
-
-# Whether XLA converts all of a stack of bfloat16 to put one more on it.
-CONVERTS_STACKS = jaxlib.version.__version_info__ < (0, 11, 2)
-# Whether XLA may write products of bfloat16 in it as fast as in float32.
-ROUNDS_PRODUCTS = jaxlib.version.__version_info__ >= (0, 11)
 
 
 class Processor(NamedTuple):

@@ -11,7 +11,8 @@ from jax import lax
 
 from jamp._dtypes import BFLOAT16, FLOAT16, FLOAT32, LOW_DTYPES, DType
 from jamp._lowerings.bilinear import PRECISION, Taken, define
-from jamp._lowerings.processor import ROUNDS_PRODUCTS, this_processor
+from jamp._lowerings.processor import this_processor
+from jamp._lowerings.releases import ROUNDS_PRODUCTS
 
 # Of fewer multiplications XLA writes bfloat16 more slowly than float32, to be rounded.
 _ROUNDED_FROM = 2**26

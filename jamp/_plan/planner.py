@@ -1,7 +1,7 @@
 """The loop over equations: which rule holds for each, in the order of precedence.
 
-Equations that hold programs are left to `jamp._plan.rules`, calls of listed functions
-to `jamp._plan.listed_calls`.
+Equations that hold programs are left to `jamp._plan.programs`, calls of listed
+functions to `jamp._plan.listed_calls`.
 """
 
 import warnings
@@ -16,7 +16,7 @@ from jamp._compat import is_plain_array
 from jamp._dtypes import eligible, exceeds_16_bits
 from jamp._errors import BannedOpError, JampWarning
 from jamp._plan.listed_calls import ListedCall, plan_listed_call
-from jamp._plan.plain import (
+from jamp._plan.plain_equations import (
     is_elementwise,
     plan_as_traced,
     plan_convert,
@@ -31,14 +31,14 @@ from jamp._plan.plan import (
     Plan,
     Source,
 )
+from jamp._plan.programs import STRUCTURAL, StructuralRule
 from jamp._plan.records import Origin, Record, Ruling
-from jamp._plan.rules import STRUCTURAL, StructuralRule
 from jamp._plan.unrounded import spare_roundings
 from jamp._plan.values import Traits, Value, Values
 from jamp._policy.functions import Function
 from jamp._policy.policy import Policy
 from jamp._policy.rules import RECIPROCAL, Rule
-from jamp._tracing import origin
+from jamp._tracing import locations
 from jamp._tracing.regions import Options, Scope
 
 
@@ -56,7 +56,7 @@ def warn_unmatched(policy: Policy) -> None:
             f"{' or '.join(map(repr, sorted(policy.unmatched)))} of policy "
             f"{policy.name}; jamp.explain(fn)(...) lists the scopes that there are",
             JampWarning,
-            stacklevel=origin.users_level(),
+            stacklevel=locations.users_level(),
         )
         policy.unmatched.clear()
 
@@ -78,8 +78,8 @@ class _Entry(NamedTuple):
     eqn: JaxprEqn
     scope: Scope
     user: Ruling | None = None
-    call: origin.Call | None = None
-    key: origin.FrameKey | None = None
+    call: locations.Call | None = None
+    key: locations.FrameKey | None = None
 
 
 class _Planner:
@@ -179,11 +179,11 @@ class _Planner:
         user = user_ruling(scope)
         if user is not None or context.forced is not None:
             return _Entry(eqn, scope, user)
-        key = origin.frame_key(eqn)
+        key = locations.frame_key(eqn)
         if key is None:
             self._warn_no_traceback()
             return _Entry(eqn, scope)
-        calls = origin.calls(key, self._functions(scope.options.policy))
+        calls = locations.calls(key, self._functions(scope.options.policy))
         outer = (call for call in calls if call.function not in context.inside)
         return _Entry(eqn, scope, None, next(outer, None), key)
 
@@ -246,7 +246,7 @@ class _Planner:
         env.bind(eqn.outvars, results)
 
     def _where(self, eqn: JaxprEqn) -> str:
-        around = map(origin.location, (eqn, *reversed(self._callers)))
+        around = map(locations.location, (eqn, *reversed(self._callers)))
         return str(next(filter(None, around), "unknown location"))
 
     def _unsafe(self, eqn: JaxprEqn, operands: Values, policy: Policy) -> str:

@@ -18,7 +18,7 @@ from jamp._dtypes import FLOAT32, DType
 from jamp._equations import contracted
 from jamp._policy.functions import Function
 from jamp._policy.rules import Rule
-from jamp._tracing.origin import Location, location
+from jamp._tracing.locations import Location, location
 
 
 class Origin(enum.Enum):

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jamp._dtypes import FLOAT32
+from jamp._plan.elements import Elements
 from jamp._plan.groups import Bound, Group, with_casts, with_shared_casts
 from jamp._plan.listed_calls import is_cheap
-from jamp._plan.origins import Origins
 from jamp._plan.plan import Action, Bind, Cast, Caster, Float32Call, Plan, Structural
 from jamp._plan.probabilities import Probabilities
 from jamp._plan.readers import Kind, Readers, Reading, is_float32_function, taken
@@ -92,7 +92,7 @@ class _Writer:
         self._cast_of: dict[int, Value] = {}
         # Float32 values that hold unrounded 16 bits.
         self._moved: set[int] = set()
-        self._origins = Origins(self._readers.kind, self._at_hand)
+        self._elements = Elements(self._readers.kind, self._at_hand)
         self._probabilities = Probabilities(self._at_hand)
         # Groups by the numbers of what they make, and of the 16 bits that they take.
         self._making: dict[int, Group] = {}
@@ -154,7 +154,7 @@ class _Writer:
 
     def _write(self, action: Action) -> None:
         if isinstance(action, Bind | Structural):
-            self._origins.trace(action, list(map(self._entering, taken(action))))
+            self._elements.trace(action, list(map(self._entering, taken(action))))
         if isinstance(action, Float32Call):
             self._call(action)
         elif isinstance(action, Cast):
@@ -202,7 +202,7 @@ class _Writer:
                 grown or value.low or self._is_view(value) or value.aval.shape != shape
                 for value, grown in zip(read, grows, strict=True)
             )
-        if self._origins.mixes(read):
+        if self._elements.mixes(read):
             return False
         lossy = any(map(self._at_hand, read))
         if action in self._readers.unrounded and not self._saves_more(action, found):

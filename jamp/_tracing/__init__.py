@@ -1,1 +1,1 @@
-"""From a call to a program: traces, modules of flax, regions, origins."""
+"""From a call to a program: traces, modules of flax, regions, locations."""

@@ -15,7 +15,7 @@ from jamp import _dtypes
 from jamp._compat import seeing_casts
 from jamp._equations import replaced
 from jamp._tracing import regions
-from jamp._tracing.origin import is_users
+from jamp._tracing.locations import is_users
 
 # Rounds nothing: these are the bits of float64. JAX itself rounds to float32's.
 _MARK = {"exponent_bits": 11, "mantissa_bits": 52}

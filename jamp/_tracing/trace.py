@@ -19,14 +19,11 @@ import numpy as np
 from jax.tree_util import Partial
 
 from jamp import _dtypes, _primitives
-from jamp._compat import trace_of
+from jamp._compat import is_made_by_jax, trace_of
 from jamp._equations import constants, equations
 from jamp._tracing.casts import make_jaxpr
 from jamp._tracing.checks import is_array, refuse_made
 from jamp._tracing.regions import Options
-
-# The module whose functions make functions.
-_API = inspect.unwrap(jax.vjp).__globals__["__name__"]
 
 
 class Traced(NamedTuple):
@@ -169,10 +166,7 @@ def _is_function(node: Any) -> bool:
     """Whether something is a function that JAX made, a pytree of what it keeps."""
     if not callable(node) or jax.tree_util.all_leaves([node]):
         return False
-    while isinstance(node, functools.partial):
-        # JAX wraps the one that is kept by one that is a pytree.
-        node = getattr(node.func, "fun", node.func)
-    return bool(getattr(node, "__module__", None) == _API)
+    return is_made_by_jax(node)
 
 
 def in_functions(result: Any) -> list[bool]:

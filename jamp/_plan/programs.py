@@ -18,7 +18,7 @@ from jamp._dtypes import FLOAT32
 from jamp._equations import closed, constants, nested
 from jamp._plan.derivative_rules import trace_jvp, trace_rules
 from jamp._plan.listed_calls import runs_in_float32
-from jamp._plan.plain import plan_plain
+from jamp._plan.plain_equations import plan_plain
 from jamp._plan.plan import Cast, Equation, Float32Call, Plan, Structural
 from jamp._plan.records import Conversion
 from jamp._plan.values import Traits, Value, Values

@@ -15,7 +15,7 @@ from jamp import _dtypes, _primitives
 from jamp._compat import frames, settings
 from jamp._dtypes import FLOAT32, DType
 from jamp._equations import contracted, holds_program
-from jamp._lowerings.lower import has_own_product
+from jamp._lowerings.hook import has_own_product
 from jamp._plan.biases import free_dims, moved, product_and_bias
 from jamp._plan.plan import Bind, Broadcast, Equation
 from jamp._plan.records import Origin, Ruling

@@ -8,7 +8,7 @@ from jamp._plan.readers import Kind
 from jamp._plan.values import Value
 
 
-class Origins:
+class Elements:
     """Of 16-bit values, those at hand in float32 whose elements they may have.
 
     Args:
@@ -29,20 +29,20 @@ class Origins:
         computes = found is not None and not (found.exact or found.moves)
         if computes or action.eqn.primitive.name in _primitives.MATMULS:
             return
-        if origins := self._elements(read):
+        if elements := self._of(read):
             made = [value.number for value in action.results]
-            self._known.update(dict.fromkeys(made, origins))
+            self._known.update(dict.fromkeys(made, elements))
 
     def mixes(self, read: Sequence[Value]) -> bool:
         """Whether one of some values has elements of another one, but rounded.
 
         What exceeds its maximum, or differs from itself, would do so by the rounding.
         """
-        exact = self._elements(filter(self._at_hand, read))
+        exact = self._of(filter(self._at_hand, read))
         rounded = [v for v in read if v.low and not self._at_hand(v)]
-        return not exact.isdisjoint(self._elements(rounded))
+        return not exact.isdisjoint(self._of(rounded))
 
-    def _elements(self, values: Iterable[Value]) -> frozenset[int]:
+    def _of(self, values: Iterable[Value]) -> frozenset[int]:
         """Values at hand whose elements some values may have, these among them."""
         found: set[int] = set()
         for value in values:
