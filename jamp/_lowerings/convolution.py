@@ -3,7 +3,7 @@
 XLA has no 16-bit convolutions for CPUs, but products: patches of the pictures times the
 weights. Writing the patches costs as much as some 200 multiplications with each of
 their elements, so that it depends on the shapes what is faster; see
-docs/performance.md.
+docs/experiments.md.
 """
 
 import itertools
