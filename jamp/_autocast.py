@@ -281,11 +281,14 @@ def is_autocast_enabled(device_type: str | None = None) -> bool:
 
     Args:
       device_type: a device type; if given, whether the autocast is for that one.
+
+    Raises:
+      AutocastError: an unknown device type.
     """
     options = regions.current()
+    kind = None if device_type is None else regions.device_kind(device_type)
     if options is None or not options.enabled:
         return False
-    kind = None if device_type is None else regions.device_kind(device_type)
     return kind in (None, options.device_type)
 
 
@@ -295,6 +298,9 @@ def get_autocast_dtype(device_type: str | None = None) -> _dtypes.DType:
     Args:
       device_type: a device type; by default that of the autocast in force, else the
         backend that JAX uses.
+
+    Raises:
+      AutocastError: an unknown device type.
     """
     options = regions.current()
     kind = None if device_type is None else regions.device_kind(device_type)

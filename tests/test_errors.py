@@ -62,6 +62,16 @@ ARGUMENTS = {
         jamp.AutocastTypeError,
         "output_dtype must be a floating dtype, got 'flot32'",
     ),
+    "dtype of keys": (
+        {"dtype": jax.dtypes.prng_key},
+        jamp.AutocastTypeError,
+        "dtype must be float16 or bfloat16, got",
+    ),
+    "results of keys": (
+        {"output_dtype": jax.random.key(0).dtype},
+        jamp.AutocastTypeError,
+        r"output_dtype must be a floating dtype, got key<fry>",
+    ),
     "integer results": (
         {"output_dtype": jnp.int32},
         jamp.AutocastTypeError,
@@ -179,7 +189,7 @@ def test_flags_of_jax_that_look_for_nan_and_inf_find_it(flag, fn):
                 run(x)
 
 
-@pytest.mark.parametrize("kind", [classmethod, property])
+@pytest.mark.parametrize("kind", [classmethod, property, functools.cached_property])
 def test_a_decorator_that_goes_outside_is_named(kind):
     message = f"put @{kind.__name__} above @jamp.autocast"
     with pytest.raises(jamp.AutocastTypeError, match=message):

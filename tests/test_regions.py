@@ -248,6 +248,12 @@ def test_a_jitted_helper_that_asks_for_the_state_is_traced_for_each():
         assert gpu(fn)(x44)[0, 0] == 3
 
 
+def test_a_device_type_that_there_is_not_is_no_answer():
+    for asks in (jamp.is_autocast_enabled, jamp.get_autocast_dtype):
+        with pytest.raises(jamp.AutocastError, match="npu"):
+            asks("npu")
+
+
 def test_the_state_inside_regions():
     seen = []
 

@@ -128,6 +128,11 @@ def test_a_result_that_the_function_made_and_that_is_no_array_is_refused(kind, w
         wrap(gpu(lambda x: (x, {"a": fn(x)})))(X)
 
 
+def test_a_reference_made_inside_is_no_result():
+    with pytest.raises(jamp.AutocastTypeError, match=r"return .* jax.freeze\(ref\)"):
+        jamp.autocast(lambda x: jax.new_ref(x @ x))(jnp.ones((2, 2)))
+
+
 def test_a_module_of_nnx_beside_it_does_not_change_where_a_result_is_refused():
     fn = lambda model, x: (x, Box(model(x)))  # noqa: E731
     with pytest.raises(jamp.AutocastTypeError, match=r"a Box at result\[1\],"):

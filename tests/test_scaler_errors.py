@@ -132,6 +132,11 @@ def test_an_option_that_a_state_dict_holds_is_changed_there(name):
         GradScaler.load_state_dict(SAVED, **{name: 5})
 
 
+def test_an_option_of_the_wrong_type_is_named_where_a_state_is_loaded():
+    with pytest.raises(ScalerTypeError, match="min_scale must be a Python number, got"):
+        GradScaler.load_state_dict(SAVED, min_scale="1")
+
+
 SWAPPED = {
     "scale": lambda scaler, state: scaler.scale(W, state),
     "unscale": lambda scaler, state: scaler.unscale({"w": W}, state),

@@ -135,12 +135,7 @@ class GradScaler:
                 "a jamp.GradScaler has no device, and takes its options by name, as in "
                 f"GradScaler(init_scale=1024.0): got {device!r}"
             )
-        for option in fields(GradScaler):
-            value, (kinds, words) = getattr(self, option.name), _TYPES[option.type]
-            # A bool is an int too.
-            misplaced = isinstance(value, bool) and option.type != "bool"
-            if misplaced or not isinstance(value, kinds):
-                raise ScalerTypeError(f"{option.name} must be {words}, got {value!r}")
+        _check_types({o.name: getattr(self, o.name) for o in fields(GradScaler)})
         low, high = self.min_scale, self.max_scale
         positive = low is None or self.backoff_factor > 0
         for fine, problem in (
@@ -354,6 +349,7 @@ class GradScaler:
                 "The source state dict is empty, possibly because it was saved from a "
                 "disabled instance of GradScaler."
             )
+        _check_types(options)
         low, high = options.get("min_scale", cls.min_scale), options.get("max_scale")
         numbers = arguments.saved_numbers(state_dict, _KEYS, negative=low is None)
         scale, growth_factor, backoff_factor, interval, tracker = numbers
@@ -368,6 +364,17 @@ class GradScaler:
         )
         count = jnp.asarray(int(tracker), jnp.int32)
         return scaler, scaler.init()._replace(growth_tracker=count)
+
+
+def _check_types(options: Mapping[str, Any]) -> None:
+    for option in fields(GradScaler):
+        if option.name not in options:
+            continue
+        value, (kinds, words) = options[option.name], _TYPES[option.type]
+        # A bool is an int too.
+        misplaced = isinstance(value, bool) and option.type != "bool"
+        if misplaced or not isinstance(value, kinds):
+            raise ScalerTypeError(f"{option.name} must be {words}, got {value!r}")
 
 
 def _check_state(state: Any, call: str) -> None:

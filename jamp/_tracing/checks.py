@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jamp._compat import trace_context
+from jamp._compat import is_plain_array, trace_context
 from jamp._errors import AutocastTypeError
 
 # What takes a dtype by another keyword than `dtype`, or by none, as no device type.
@@ -43,6 +43,11 @@ def refuse_made(result: Any, arguments: Sequence[Any]) -> None:
         result, is_leaf=lambda node: isinstance(node, Iterator)
     )
     for path, leaf in found:
+        if isinstance(leaf, jax.core.Tracer) and not is_plain_array(leaf.aval):
+            raise AutocastTypeError(
+                "the function under autocast returned a reference (jax.new_ref) that "
+                "it made: return what it holds, jax.freeze(ref)"
+            )
         if not (is_array(leaf) or id(leaf) in given or _is_value(leaf)):
             at = jax.tree_util.keystr(path)
             raise AutocastTypeError(
@@ -118,7 +123,7 @@ def check_function(name: str, fn: Any, inputs: Sequence[Any] = ()) -> None:
         got = f"{type(fn).__name__}; write {name}(fn)(x), not {name}(fn(x))"
         if callable(getattr(fn, "apply", None)):
             got = f"{type(fn).__name__}; give its apply"
-        if isinstance(fn, classmethod | property):
+        if isinstance(fn, classmethod | property | functools.cached_property):
             kind = type(fn).__name__
             got = f"a {kind}; put @{kind} above @jamp.{name}"
     else:

@@ -127,7 +127,7 @@ def _low_dtype(dtype: Any) -> DType:
 def _dtype(name: str, value: Any, wanted: str) -> DType:
     try:
         found: DType = jax.dtypes.canonicalize_dtype(value)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise AutocastTypeError(f"{name} must be {wanted}, got {value!r}") from error
     return found
 
