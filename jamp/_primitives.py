@@ -1,7 +1,7 @@
-"""Names of JAX's primitives, by what they do; the only place that lists them.
+"""Names of JAX's primitives, by what they do; the only place that has sets of them.
 
-Other modules ask whether a primitive is in one of these sets. Which rule holds for a
-primitive is in the tables of policies.
+Other modules ask whether a primitive is in one of these sets, or is the one that they
+have a case for. Which rule holds for a primitive is in the tables of policies.
 """
 
 
@@ -44,6 +44,8 @@ REDUCTIONS = _names(
     "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum",
     "reduce_xor",
 )
+# They add up elements of one operand, or products of two.
+SUMS = MATMULS | _names("cumsum reduce_sum reduce_window_sum")
 # They say which numbers are the largest.
 ORDERS = _names("approx_top_k argmax argmin sort top_k")
 # What is known of their operand is known of their result.
@@ -104,6 +106,8 @@ CALLS = {
     "jit": "jaxpr",
     "remat2": "jaxpr",
 }
+# They join elements of several operands.
+JOINING = _names("concatenate pad select_n stack")
 # Their results are elements of their operands, but for the sign, or zero.
 REARRANGING = _names(
     "broadcast_in_dim concatenate copy dynamic_slice dynamic_update_slice gather jit",

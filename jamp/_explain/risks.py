@@ -23,8 +23,7 @@ Facts = Mapping[str, str]
 
 _KEEPING = _primitives.EXACT | _primitives.MOVEMENT
 _KNOWN = _KEEPING | _primitives.CALLS.keys()
-_SUMS = _primitives.MATMULS | {"cumsum", "reduce_sum", "reduce_window_sum"}
-_LINEAR = _KEEPING | _SUMS | {"add", "div", "mul", "sub"}
+_LINEAR = _KEEPING | _primitives.SUMS | _primitives.SCALING
 _BOUNDED = frozenset("cos erf logistic sin tanh".split())
 _ADVICE = {
     "square": "may leave its range: compute it and what reads it in float32",
@@ -137,21 +136,22 @@ def _facts(eqn: JaxprEqn, operands: Sequence[Facts], where: str) -> Facts:
     some = {fact: at for facts in varying for fact, at in facts.items()}
     common = {f: some[f] for f in some if all(f in facts for facts in varying)}
     bounded = all("bounded" in facts for facts in taken)
+    sums = name in _primitives.SUMS
     if name in ("exp", "exp2"):
         safe = {"bounded", "falling"} & common.keys()
         return {"bounded": ""} if safe else {"exponential": where}
     if name == "reshape":
         return {**operands[0], "reshaped": str(id(eqn.invars[0]))}
     if _power(eqn, operands) >= 2:
-        sums = {"sum": ""} if name in _SUMS else {}
-        return {"bounded": ""} if bounded else {"square": where, **sums}
+        square = {"square": where, "sum": ""} if sums else {"square": where}
+        return {"bounded": ""} if bounded else square
     if name in _BOUNDED:
         return {"bounded": ""}
     if name in ("clamp", "min") and len(varying) < len(taken):
         return {"falling": ""}
     if name not in _LINEAR or (name == "div" and "constant" not in operands[1]):
         return {}
-    lost = {"bounded", "falling", "reshaped", *(["rounded"] if name in _SUMS else [])}
+    lost = {"bounded", "falling", "reshaped", *(["rounded"] if sums else [])}
     # Who scales it down makes it fit; but who divides a sum takes a mean.
     if (name == "mul" and any("tiny" in facts for facts in taken)) or (
         name == "div" and "huge" in taken[1] and "sum" not in common
@@ -161,7 +161,7 @@ def _facts(eqn: JaxprEqn, operands: Sequence[Facts], where: str) -> Facts:
     found = {fact: at for fact, at in kept.items() if fact not in lost}
     product = name in ("div", "mul") and any("falling" in facts for facts in taken)
     falls = product or name in ("neg", "sub") or "falling" in common
-    more = {"falling": falls, "sum": name in _SUMS, "bounded": bounded}
+    more = {"falling": falls, "sum": sums, "bounded": bounded}
     return {**found, **{fact: "" for fact, holds in more.items() if holds}}
 
 

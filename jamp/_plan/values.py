@@ -64,7 +64,6 @@ def _rounded(numbers: Any, dtype: DType) -> Any:
 
 
 # Their results have the numbers of all their operands.
-_JOINING = ("concatenate", "pad", "select_n", "stack")
 ARITHMETIC: Mapping[str, Callable[..., Any]] = {
     "add": np.add,
     "sub": np.subtract,
@@ -75,7 +74,7 @@ ARITHMETIC: Mapping[str, Callable[..., Any]] = {
     "max": np.maximum,
     "min": np.minimum,
     "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
-    **dict.fromkeys(_JOINING, lambda *xs: np.hstack(xs)),
+    **dict.fromkeys(_primitives.JOINING, lambda *xs: np.hstack(xs)),
     **dict.fromkeys(_primitives.KEEPING_ELEMENTS, lambda x: x),
 }
 
@@ -94,7 +93,7 @@ def propagate(eqn: JaxprEqn, operands: Sequence[Numbers | None]) -> Numbers | No
     if len(known) < len(operands) or (name == "div" and 0 in known[1]):
         return None
     arrays = [np.array([*numbers]) for numbers in known]
-    if name not in _JOINING:
+    if name not in _primitives.JOINING:
         arrays = [*np.ix_(*arrays)]
     with np.errstate(all="ignore"):
         found = _numbers(ARITHMETIC[name](*arrays))
