@@ -257,6 +257,28 @@ def test_value_and_grad_passes_jax_options_on_and_refuses_no_number():
         jamp.value_and_grad(lambda p: "loss")(state_of(4.0), jnp.ones(()))
 
 
+def test_a_loss_may_have_an_argument_of_any_name():
+    fn = jamp.value_and_grad(lambda w, opt_state: w * opt_state)
+    assert fn(state_of(4.0), jnp.array(3.0), opt_state=2.0) == (6.0, 8.0)
+
+
+def test_update_has_the_names_of_optax():
+    tx = jamp.dynamic_loss_scaling(optax.sgd(1.0), jamp.GradScaler(init_scale=4.0))
+    w = jnp.array([4.0])
+    updates, _ = tx.update(updates=w, state=tx.init(w), params=w)
+    assert updates == -1.0
+
+
+def test_the_scaler_steps_what_accumulates_gradients():
+    scaler, w = jamp.GradScaler(), jnp.array([4.0])
+    tx = optax.MultiSteps(optax.sgd(1.0), 2)
+    opt_state = tx.init(w)
+    for _ in range(2):
+        step = scaler.step(scaler.init(), tx, jnp.array([3.0]), False, opt_state, w)
+        w, opt_state, _ = step
+    assert w == 1.0
+
+
 def test_value_and_grad_keeps_the_name_of_the_loss():
     assert jamp.value_and_grad(quadratic).__name__ == "quadratic"
     assert jamp.value_and_grad(quadratic).__doc__ == quadratic.__doc__

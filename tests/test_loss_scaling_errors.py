@@ -66,12 +66,25 @@ def test_a_loss_that_is_a_tuple_asks_for_has_aux():
     [
         (lambda w: w**2, r"a scalar, got an array of shape \(2,\): take its mean"),
         (lambda w: None, "returned None: it lacks a return"),
+        (lambda w: {"loss": w[0]}, "a scalar, got dict"),
+        (lambda w: [w[0]], "a scalar, got list"),
     ],
-    ids=["vector", "none"],
+    ids=["vector", "none", "dict", "list"],
 )
 def test_a_loss_that_is_no_scalar_is_told_what_it_is(loss, message):
     with pytest.raises(ScalerTypeError, match=message):
         jamp.value_and_grad(loss)(state_of(8.0), W)
+
+
+def test_a_stack_of_states_is_no_state_of_one_loss():
+    states = jax.tree.map(lambda leaf: jnp.stack([leaf] * 4), state_of(8.0))
+    with pytest.raises(ScalerError, match=r"loss scales, of shape \(4,\), .* jax.pmap"):
+        jamp.value_and_grad(jnp.sum)(states, W)
+
+
+def test_a_loss_that_is_none_is_not_scaled():
+    with pytest.raises(ScalerTypeError, match="the loss must be a number, got None"):
+        jamp.scale_loss(None, state_of(8.0))
 
 
 def test_an_integer_to_differentiate_at_is_named():
@@ -139,6 +152,8 @@ def test_an_axis_that_is_not_mapped_is_named():
     tx = jamp.dynamic_loss_scaling(optax.sgd(0.1), axis_name="batch")
     with pytest.raises(ScalerError, match="axis_name='batch' names no axis that is m"):
         tx.update(W, tx.init(W), W)
+    with pytest.raises(ScalerError, match="axis_name='batch' names no axis that is m"):
+        jamp.metrics(tx.init(W), W, axis_name="batch")
 
 
 def test_update_goes_on_from_a_state_of_the_inner_optimizer_as_its_error_says():
@@ -223,14 +238,20 @@ def test_a_single_float16_array_has_no_path():
         tx.init(half)
     with pytest.raises(ScalerError, match=r"^the parameters at \['a'\]\['b'\] are flo"):
         tx.init({"a": {"b": half}})
+    with pytest.raises(ScalerError, match=r"not trained, .* optax.partition"):
+        tx.init({"frozen": half, "trained": W})
     with pytest.raises(ScalerError, match="FP16 gradients: the gradients are float16"):
         jamp.GradScaler().unscale(state_of(8.0), half)
 
 
 def test_what_stands_before_the_wrapper_in_a_chain_is_warned_of_at_the_users_line():
-    tx = optax.chain(optax.clip_by_global_norm(1.0), TX)
+    clip = optax.clip_by_global_norm(1.0)
+    tx = optax.chain(clip, TX)
+    nested = optax.chain(clip, optax.chain(TX, optax.scale(1.0)))
+    masked = optax.chain(clip, optax.masked(TX, True))
     message = r"\(EmptyState\) sees scaled gradients"
-    for state in (tx.init(W), {"opt_state": optax.chain(tx).init(W)}):
+    inside = {"opt_state": optax.chain(tx).init(W)}
+    for state in (tx.init(W), inside, nested.init(W), masked.init(W)):
         with pytest.warns(jamp.JampWarning, match=message) as warned:
             jamp.value_and_grad(jnp.sum)(state, W)
         assert [warning.filename for warning in warned] == [__file__]

@@ -126,6 +126,30 @@ def test_gradients_of_a_scaled_loss_of_an_equinox_module_are_as_equinox_gives_th
     assert of_x.shape == X.shape
 
 
+def test_flags_numbers_and_keys_of_an_equinox_module_have_no_gradient(eqx):
+    class Noisy(eqx.Module):
+        linear: eqx.nn.Linear
+        dropout: eqx.nn.Dropout
+        key: jax.Array
+        eps: float = 1e-3
+
+    def noisy_loss(model, x):
+        drop = jax.vmap(lambda row: model.dropout(row, key=model.key))
+        return jnp.sum(drop(jax.vmap(model.linear)(x)) ** 2) * (1 + model.eps)
+
+    linear, key = eqx.nn.Linear(4, 2, key=jax.random.key(0)), jax.random.key(1)
+    model = Noisy(linear, eqx.nn.Dropout(0.5), key)
+    tx = jamp.dynamic_loss_scaling(optax.sgd(0.1), jamp.GradScaler(init_scale=8.0))
+    params = eqx.filter(model, eqx.is_inexact_array)
+    state = tx.init(params)
+    value, gradients = jamp.value_and_grad(noisy_loss)(state, model, X)
+    wanted_value, wanted = eqx.filter_value_and_grad(noisy_loss)(model, X)
+    assert jax.tree.structure(gradients) == jax.tree.structure(wanted)
+    wanted = jax.tree.map(lambda gradient: 8 * gradient, wanted)
+    near((value, gradients), (wanted_value, wanted), 1e-5)
+    assert not tx.update(gradients, state, params)[1].last_step_skipped
+
+
 def test_an_equinox_module_is_trained_with_loss_scaling(eqx, mlp):
     tx = jamp.dynamic_loss_scaling(optax.adam(0.02))
     scaled_loss = jamp.value_and_grad(gpu(loss, dtype=jnp.float16))

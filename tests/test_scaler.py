@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import pickle
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import optax
 import pytest
 from scaler_reference import TINY, bits, same, state_of, traces
 
-from jamp import GradScaler, ScalerError, ScalerTypeError
+from jamp import GradScaler, ScalerError, ScalerTypeError, metrics
 
 TRACES = traces()
 each_trace = pytest.mark.parametrize("trace", TRACES, ids=lambda trace: trace.name)
@@ -239,6 +240,41 @@ def test_update_needs_a_flag_or_a_scalar(arguments):
 def test_a_value_out_of_range_is_an_error(config, problem):
     with pytest.raises(ScalerError, match=problem):
         GradScaler(**config)
+
+
+def test_numbers_of_any_kind_are_options_and_change_no_dtype():
+    scaler = GradScaler(
+        init_scale=2**33,
+        min_scale=Fraction(1, 2),
+        max_scale=2**33,
+        growth_interval=np.int64(1),
+        hysteresis=np.int64(1),
+        backoff_factor=np.float64(0.5),
+    )
+    assert scaler == eval(repr(scaler))
+    with jax.enable_x64(True):
+        for found_inf in (False, True):
+            state = scaler.update(scaler.init(), jnp.array(found_inf))
+            assert state.scale == (2.0**32 if found_inf else 2.0**33)
+            dtypes = [leaf.dtype.name for leaf in state]
+            assert dtypes == ["float32", "int32", "int32"]
+
+
+def test_a_scale_that_is_a_python_number_is_one():
+    scaler = GradScaler(growth_factor=1.5, growth_interval=1)
+    state = scaler.init()._replace(scale=1024.0)
+    assert scaler.update(state, jnp.array(False)).scale == 1536.0
+
+
+def test_wide_and_complex_gradients_are_unscaled_without_promotion():
+    with jax.numpy_dtype_promotion("strict"), jax.enable_x64(True):
+        state = GradScaler(init_scale=8.0).init()
+        for dtype in (jnp.complex64, jnp.float64):
+            scaled = GradScaler().scale(state, jnp.ones(2, dtype))
+            (unscaled, found) = GradScaler().unscale(state, scaled)
+            assert (unscaled.dtype, unscaled.tolist()) == (dtype, [1.0, 1.0])
+            assert not found
+            np.testing.assert_allclose(metrics(state, scaled)["grad_norm"], 2**0.5)
 
 
 @pytest.mark.parametrize("device", ["cuda", 2.0])

@@ -1,5 +1,7 @@
 """Arguments of loss scaling: what is checked of numbers, flags and trees of them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -99,15 +101,23 @@ def scaled(scale: jax.Array, outputs: Any) -> Any:
         # Not promoted: float8 has no implicit promotion.
         wide = array.dtype if inexact and array.dtype.itemsize >= 4 else jnp.float32
         keeps = inexact and array.ndim > 0
-        return (array.astype(wide) * scale).astype(array.dtype if keeps else wide)
+        product = array.astype(wide) * jnp.asarray(scale, wide)
+        return product.astype(array.dtype if keeps else wide)
 
     return jax.tree.map(times, outputs)
 
 
 def on_any_shard(flag: jax.Array, axis_name: Any) -> jax.Array:
     """Whether a flag is set anywhere along mapped axes."""
-    try:
+    with over_axes(axis_name):
         return jnp.asarray(jax.lax.psum(flag.astype(jnp.int32), axis_name) > 0)
+
+
+@contextmanager
+def over_axes(axis_name: Any) -> Iterator[None]:
+    """Says of axes that are reduced over what they have to be, if they are not."""
+    try:
+        yield
     except NameError as error:
         raise ScalerError(
             f"axis_name={axis_name!r} names no axis that is mapped here: it is one of "
@@ -153,7 +163,9 @@ def refuse_float16(tree: Any, what: str) -> None:
         # A tree that is one array has no path.
         raise ScalerError(
             f"{what}{shown and ' at ' + shown} are float16: keep the parameters in "
-            "float32 and let jamp.autocast cast them where they are used"
+            "float32 and let jamp.autocast cast them where they are used. If they are "
+            "not trained, scale the loss for the others alone: optax.partition({'train'"
+            ": jamp.dynamic_loss_scaling(tx), 'freeze': optax.set_to_zero()}, labels)"
         )
 
 

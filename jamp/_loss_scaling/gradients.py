@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from numbers import Number
 from typing import TYPE_CHECKING, Any, Never
@@ -13,8 +14,8 @@ import jax.numpy as jnp
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jamp._compat import api_boundary
-from jamp._errors import ScalerTypeError
-from jamp._loss_scaling.arguments import is_number, scaled
+from jamp._errors import ScalerError, ScalerTypeError
+from jamp._loss_scaling.arguments import instances, is_number, scaled
 from jamp._loss_scaling.transformation import find_scale
 from jamp._tracing import nnx_modules
 from jamp._tracing.checks import check_function, is_array, wrong_argnums
@@ -33,8 +34,8 @@ def value_and_grad(
     """Like `jax.value_and_grad`, of a loss that is scaled for an optimizer.
 
     With a module of `flax.nnx` among the arguments it is like `nnx.value_and_grad`: the
-    gradients are an `nnx.State`, and the module keeps what the loss changes in it. Of a
-    tree that holds more than arrays and numbers, as modules of Equinox do, it is like
+    gradients are an `nnx.State`, and the module keeps what the loss changes in it. Of
+    modules of Equinox, and trees that hold more than arrays and numbers, it is like
     `equinox.filter_value_and_grad`: gradients have None for what is no inexact array.
 
     Args:
@@ -58,9 +59,9 @@ def value_and_grad(
 
     @functools.wraps(loss_fn)
     def scaled_value_and_grad(
-        opt_state: Any, *args: Any, **kwargs: Any
+        opt_state: Any, /, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        scale = find_scale(opt_state, "; the first argument is opt_state")
+        scale = _one_scale(opt_state)
 
         @functools.wraps(loss_fn)
         def with_scale(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -83,6 +84,17 @@ def value_and_grad(
     return api_boundary(scaled_value_and_grad)
 
 
+def _one_scale(opt_state: Any) -> jax.Array:
+    scale = find_scale(opt_state, "; the first argument is opt_state")
+    if shape := jnp.shape(scale):
+        raise ScalerError(
+            f"opt_state holds a stack of loss scales, of shape {shape}, as that of "
+            "several devices or models does: call this inside the jax.pmap or jax.vmap "
+            "over them, or give it one of the states"
+        )
+    return scale
+
+
 def _checked_numbers(loss_fn: Any, argnums: Any, inputs: Sequence[Any]) -> Any:
     """The numbers of arguments, if they are some and a function alone is with them."""
     numbers: Sequence[Any] = argnums if isinstance(argnums, Sequence) else (argnums,)
@@ -103,15 +115,16 @@ def _of_arrays(
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A function and arguments that have None for what is no inexact array.
 
-    In those only that are trees of more than arrays and numbers; in others integers
-    raise, unless they are allowed.
+    In those only that are modules of Equinox, or trees of more than arrays and numbers;
+    in others integers raise, unless they are allowed.
     """
     held = {}
     for n in numbers:
         if n not in range(-len(args), len(args)):
             continue  # JAX raises
         leaves = tree_leaves_with_path(args[n])
-        if not all(is_array(leaf) or isinstance(leaf, Number) for _, leaf in leaves):
+        numeric = all(is_array(leaf) or isinstance(leaf, Number) for _, leaf in leaves)
+        if not numeric or _has_module_of_equinox(args[n]):
             held[n] = args[n]
             continue
         for path, leaf in () if allow_int else leaves:
@@ -145,6 +158,11 @@ def _of_arrays(
     return of_arrays, tuple(arrays)
 
 
+def _has_module_of_equinox(tree: Any) -> bool:
+    equinox = sys.modules.get("equinox")
+    return equinox is not None and bool(instances(tree, equinox.Module))
+
+
 def _loss_in(value: Any, has_aux: bool, holomorphic: bool) -> Any:
     """The loss in what a loss function returned, if JAX would differentiate it."""
     loss = value
@@ -167,7 +185,8 @@ def _loss_in(value: Any, has_aux: bool, holomorphic: bool) -> Any:
     if loss is None:
         raise ScalerTypeError("the loss function returned None: it lacks a return")
     if not is_number(loss):
-        return loss
+        kind = type(loss).__name__
+        raise ScalerTypeError(f"the loss must be a scalar, got {kind}")
     if shape := jnp.shape(loss):
         raise ScalerTypeError(
             f"the loss must be a scalar, got an array of shape {shape}: take its mean"

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jamp._autocast import as_written
 from jamp._dtypes import widened
+from jamp._loss_scaling.arguments import over_axes
 from jamp._loss_scaling.transformation import DynamicLossScalingState, find_state
 
 
@@ -43,7 +44,8 @@ def metrics(
         inf or NaN where one of them is: where this step will be skipped.
 
     Raises:
-      ScalerError: `opt_state` holds no loss scale, or several.
+      ScalerError: `opt_state` holds no loss scale, or several, or `axis_name` names no
+        mapped axis.
     """
     state = find_state(opt_state, "; it comes first: metrics(opt_state, grads)")
     found = {}
@@ -54,7 +56,8 @@ def metrics(
     found = {"loss_scale": state.scale, "growth_tracker": state.growth_tracker, **found}
     arrays = {name: jnp.asarray(value) for name, value in found.items()}
     axes = tuple(axis_name) if isinstance(axis_name, list) else axis_name
-    return dict(_scalars(arrays, grads, axes))
+    with over_axes(axes):
+        return dict(_scalars(arrays, grads, axes))
 
 
 # One program in an eager loop too, whose results are not its arguments' buffers.
@@ -66,11 +69,12 @@ def _scalars(
     if grads is None:
         return found
     inverse = 1 / found["loss_scale"]
-    sizes = [
-        (widened(jnp.abs(leaf)) * inverse).astype(jnp.float32)
+    absolute = [
+        widened(jnp.abs(leaf))
         for leaf in jax.tree.leaves(grads)
         if jnp.issubdtype(leaf.dtype, jnp.inexact)
     ]
+    sizes = [(a * inverse.astype(a.dtype)).astype(jnp.float32) for a in absolute]
     largest = functools.reduce(
         jnp.maximum, [jnp.max(size, initial=0) for size in sizes], jnp.float32(0)
     )

@@ -22,12 +22,12 @@ from jamp.pallas_kernels import unscale_and_check
 
 _KEYS = "scale growth_factor backoff_factor growth_interval _growth_tracker".split()
 _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
-# What an option may be, by its annotation.
-_TYPES: dict[Any, tuple[Any, str]] = {
-    "bool": (bool | np.bool_, "True or False"),
-    "int": (Integral, "an int"),
-    "float": (Real, "a Python number"),
-    "float | None": (Real | None, "a Python number"),
+# What an option may be, and what it becomes, by its annotation.
+_TYPES: dict[Any, tuple[Any, str, type]] = {
+    "bool": (bool | np.bool_, "True or False", bool),
+    "int": (Integral, "an int", int),
+    "float": (Real, "a Python number", float),
+    "float | None": (Real | None, "a Python number", float),
 }
 
 
@@ -110,8 +110,8 @@ class GradScaler:
         number. None is torch's behaviour: no floor, and a scale that has fallen to 0
         stays there.
       max_scale: the scale never grows above it; None for float32's range.
-      hysteresis: back off only after so many overflows in a row, as DeepSpeed does;
-        each of them skips its step.
+      hysteresis: back off only after so many overflows in a row, as apex does, and
+        DeepSpeed with `consecutive_hysteresis`; each of them skips its step.
 
     Raises:
       ScalerError: a value out of range.
@@ -135,7 +135,9 @@ class GradScaler:
                 "a jamp.GradScaler has no device, and takes its options by name, as in "
                 f"GradScaler(init_scale=1024.0): got {device!r}"
             )
-        _check_types({o.name: getattr(self, o.name) for o in fields(GradScaler)})
+        options = {o.name: getattr(self, o.name) for o in fields(GradScaler)}
+        for name, value in _checked(options).items():
+            object.__setattr__(self, name, value)
         low, high = self.min_scale, self.max_scale
         positive = low is None or self.backoff_factor > 0
         for fine, problem in (
@@ -261,7 +263,7 @@ class GradScaler:
     def step(
         self,
         state: ScalerState,
-        tx: optax.GradientTransformation,
+        tx: optax.GradientTransformation | optax.MultiSteps,
         grads: Any,
         found_inf: Any,
         opt_state: Any,
@@ -288,6 +290,8 @@ class GradScaler:
         """
         call = "step(state, tx, grads, found_inf, opt_state, params)"
         _check_state(state, call)
+        if isinstance(tx, optax.MultiSteps):
+            tx = tx.gradient_transformation()
         second = f"the optimizer comes second: scaler.{call};"
         expect(isinstance(tx, optax.GradientTransformation), tx, second)
         if arguments.instances(opt_state, ScalerState):
@@ -349,7 +353,7 @@ class GradScaler:
                 "The source state dict is empty, possibly because it was saved from a "
                 "disabled instance of GradScaler."
             )
-        _check_types(options)
+        _checked(options)
         low, high = options.get("min_scale", cls.min_scale), options.get("max_scale")
         numbers = arguments.saved_numbers(state_dict, _KEYS, negative=low is None)
         scale, growth_factor, backoff_factor, interval, tracker = numbers
@@ -366,15 +370,19 @@ class GradScaler:
         return scaler, scaler.init()._replace(growth_tracker=count)
 
 
-def _check_types(options: Mapping[str, Any]) -> None:
+def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a scaler as Python's own numbers, which change no dtype."""
+    found = {}
     for option in fields(GradScaler):
         if option.name not in options:
             continue
-        value, (kinds, words) = options[option.name], _TYPES[option.type]
+        value, (kinds, words, kind) = options[option.name], _TYPES[option.type]
         # A bool is an int too.
         misplaced = isinstance(value, bool) and option.type != "bool"
         if misplaced or not isinstance(value, kinds):
             raise ScalerTypeError(f"{option.name} must be {words}, got {value!r}")
+        found[option.name] = None if value is None else kind(value)
+    return found
 
 
 def _check_state(state: Any, call: str) -> None:
@@ -387,5 +395,5 @@ def _product(scale: jax.Array, factor: float) -> jax.Array:
     if abs(math.frexp(factor)[0]) == 0.5:
         return jnp.multiply(scale, jnp.float32(factor))
     with jax.enable_x64(True):
-        product = scale.astype(jnp.float64) * np.float64(factor)
+        product = jnp.asarray(scale, jnp.float64) * np.float64(factor)
         return jnp.asarray(product, jnp.float32)

@@ -141,12 +141,12 @@ class _LossScaling:
     @as_written
     def update(
         self,
-        grads: Any,
+        updates: Any,
         state: DynamicLossScalingState,
         params: Any = None,
         **extra_args: Any,
     ) -> tuple[Any, DynamicLossScalingState]:
-        if isinstance(grads, DynamicLossScalingState):
+        if isinstance(updates, DynamicLossScalingState):
             raise ScalerTypeError(
                 "the gradients come first: tx.update(grads, opt_state, params)"
             )
@@ -156,7 +156,7 @@ class _LossScaling:
                 "on from a state of the inner optimizer use "
                 "tx.init(params)._replace(inner_state=state)"
             )
-        grads, found = self._unscale(state.scaler_state, grads)
+        grads, found = self._unscale(state.scaler_state, updates)
         if "grad" in extra_args:
             unscaled, too = self._unscale(state.scaler_state, extra_args["grad"])
             extra_args["grad"], found = unscaled, found | too
@@ -254,6 +254,7 @@ def scale_loss(loss: Any, opt_state: Any) -> Any:
       ScalerTypeError: a loss is no number.
     """
     hint = "; the loss comes first: scale_loss(loss, opt_state)"
+    arguments.expect(loss is not None, loss, "the loss must be a number,")
     return arguments.scaled(find_scale(opt_state, hint), loss)
 
 
@@ -289,10 +290,13 @@ def _misplacement(node: Any) -> str:
             "jamp.dynamic_loss_scaling around a part of optax.partition leaves the "
             "gradients of the others scaled: wrap the whole partition"
         )
-    kinds = list(map(type, node)) if type(node) is tuple else []
-    if DynamicLossScalingState not in kinds:
+    before: list[type] = []
+    for part in node if type(node) is tuple else ():
+        if instances(part, DynamicLossScalingState):
+            break
+        before.append(type(part))
+    else:
         return ""
-    before = kinds[: kinds.index(DynamicLossScalingState)]
     # Not a tuple of the user's own.
     if not before or not all(kind.__module__.startswith("optax.") for kind in before):
         return ""
