@@ -77,6 +77,20 @@ def test_what_is_updated_is_named_as_part_of_its_module():
     assert "state of args[1]['norm']['mean']" in found.errors
 
 
+def test_a_new_module_is_named_as_the_result_or_the_state_that_it_is():
+    def fn(network, x):
+        network.cache = nnx.Cache(network(x))
+        network.calls = 1
+        return network.linear, nnx.Linear(8, 8, rngs=nnx.Rngs(1))
+
+    network = Network()
+    errors = diagnose(fn)(network, X).errors
+    assert "state of args[0]['cache']" in errors
+    assert "result[1]['kernel'].value" in errors
+    assert not any("result[0]" in name for name in errors)  # it is an argument
+    assert not hasattr(network, "calls")
+
+
 def test_beside_random_numbers_alone_the_gradient_is_of_argnums():
     def loss_fn(w, rngs):
         return jnp.mean(w @ rngs.normal((8, 8)))

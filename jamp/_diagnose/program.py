@@ -14,7 +14,7 @@ from jamp._emit import emit
 from jamp._equations import equations, replaced
 from jamp._errors import AutocastError, AutocastTypeError
 from jamp._plan.planner import make_plan
-from jamp._tracing import locations, nnx_modules, regions, trace
+from jamp._tracing import locations, nnx_graph, nnx_modules, regions, trace
 from jamp._tracing.checks import is_array
 
 # The keys that lead to a leaf, the first one `args` or `kwargs`.
@@ -48,8 +48,8 @@ class Subject:
     labels: list[str]  # what the leaves are called
     differentiated: tuple[int, ...]  # which leaves the gradient is taken of
     has_aux: bool  # whether it returns more than the loss
-    # Paths of modules whose state it returns, by number; None without modules.
-    modules: Mapping[int, Path] | None
+    # Paths of modules and variables that it may change, by number; None without any.
+    objects: Mapping[int, Path] | None
 
     @classmethod
     def of(
@@ -80,7 +80,7 @@ class Subject:
             )
         # Those that the partials hold come first.
         chosen = tuple(len(args) - free + number % free for number in argnums)
-        paths, modules = _find_paths(args, kwargs, call)
+        paths, objects = _find_paths(args, kwargs, call)
         differentiated = tuple(
             slot
             for slot, path in enumerate(paths)
@@ -89,7 +89,7 @@ class Subject:
             and _is_floating(leaves[slot])
         )
         labels = list(map(_label_of, paths))
-        return cls(call.fn, leaves, tree, labels, differentiated, has_aux, modules)
+        return cls(call.fn, leaves, tree, labels, differentiated, has_aux, objects)
 
     def options(self, named: regions.Arguments, as_it_runs: bool) -> regions.Options:
         """Options around it; perhaps disabled, if part of it is under autocast."""
@@ -129,7 +129,9 @@ class Subject:
             inputs = [leaves[slot] for slot in slots]
             plan = make_plan(marked, inputs, settings.options)
             result = traced.rebuild(emit(plan, inputs, share=False))
-            return (result, ()) if self.modules is None else result
+            if self.objects is None:
+                return result, ()
+            return nnx_graph.spelled_out(*result)
 
         def run(*arrays: Any) -> Any:
             leaves = trace.with_arrays(self.leaves, slots, arrays[: len(slots)])
@@ -151,7 +153,7 @@ class Subject:
             if part == _GRADIENT:
                 return f"gradient of {self.labels[chosen[inside[0].idx]]}"
             if part == _STATE:
-                return f"state of {_label_of(_in_module(inside, self.modules or {}))}"
+                return f"state of {_label_of(_in_module(inside, self.objects or {}))}"
             name = "result" if settings.loss_scale is None else ("loss", "aux")[part]
             return name + jax.tree_util.keystr(inside)
 
@@ -178,15 +180,22 @@ def _is_floating(leaf: Any) -> bool:
 def _find_paths(
     args: Any, kwargs: Any, call: nnx_modules.Prepared
 ) -> tuple[list[Path], Mapping[int, Path] | None]:
-    """The user's path of each leaf of a prepared call, and that of each module."""
+    """The user's path of each leaf of a prepared call, and of what it may change."""
     packed = call.args is not args
     _, state, held = call.args if packed else (None, (), (args, kwargs))
     given = jax.tree.leaves_with_path({"args": held[0], "kwargs": held[1]})
     # A module's number stands in its place.
-    slots = ((path, leaf) for path, leaf in given if isinstance(leaf, nnx_modules.Slot))
+    slots = ((path, leaf) for path, leaf in given if isinstance(leaf, nnx_graph.Slot))
     modules = {int(leaf): path for path, leaf in slots}
     inside = [_in_module(path, modules) for path, _ in jax.tree.leaves_with_path(state)]
-    return [*inside, *(path for path, _ in given)], modules if packed else None
+    paths = [*inside, *(path for path, _ in given)]
+    if not packed:
+        return paths, None
+    objects = {
+        number: _in_module(tuple(map(jax.tree_util.DictKey, path)), modules)
+        for number, path in call.paths().items()
+    }
+    return paths, objects
 
 
 def _in_module(path: Path, modules: Mapping[int, Path]) -> Path:

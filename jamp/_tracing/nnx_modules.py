@@ -1,28 +1,31 @@
 """flax.nnx modules in a traced function: their state goes in, and comes out updated.
 
 The modules of a call are split into a structure and their arrays; the arrays are
-traced, and what the function made of them is written back. Modules of flax.linen that
-collect variables as a side effect are refused. flax is not imported for it.
+traced, and what the function made of both is done to the modules. Modules of flax.linen
+that collect variables as a side effect are refused. flax is not imported for it.
 """
 
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from numbers import Integral
 from typing import Any, NamedTuple
 
 import jax
 
-from jamp._dtypes import FLOAT32
 from jamp._errors import AutocastTypeError
-from jamp._tracing.casts import kept_float32
 from jamp._tracing.checks import refuse_made
+from jamp._tracing.nnx_graph import (
+    Copies,
+    apply,
+    is_node,
+    paths,
+    put_back,
+    split,
+    taken_out,
+)
 from jamp._tracing.trace import pass_for
-
-
-class Slot(int):
-    """Stands in the arguments for the module of this number."""
 
 
 class Prepared(NamedTuple):
@@ -32,6 +35,8 @@ class Prepared(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     finish: Callable[[Any], Any]  # updates the modules; returns the user's result
+    # Gives where in the modules each object is, by its number in a change.
+    paths: Callable[[], Mapping[int, tuple[Any, ...]]] = dict
 
 
 def unwrap(fn: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
@@ -52,39 +57,32 @@ def prepare(fn: Callable[..., Any], args: Any, kwargs: Any) -> Prepared:
         return as_it_is
     own, with_modules = _own_modules(fn, nnx)
     modules = [*own]
-
-    def slot(leaf: Any) -> Any:
-        if not is_node(nnx, leaf):
-            return leaf
-        modules.append(leaf)
-        return Slot(len(modules) - 1)
-
-    held = jax.tree.map(slot, (args, kwargs), is_leaf=partial(is_node, nnx))
+    held = taken_out(nnx, (args, kwargs), modules)
     if not modules:
         return as_it_is
-    structure, state = nnx.split(modules)
+    graph = split(nnx, modules)
 
     def call(structure: Any, state: Any, held: Any) -> Any:
-        # Merging may take the variables of the state as they are.
-        before = {
-            path: jax.tree.leaves(leaf) for path, leaf in nnx.to_flat_state(state)
-        }
-        copies = nnx.merge(structure, state)
-        given = jax.tree.map(
-            lambda leaf: copies[leaf] if isinstance(leaf, Slot) else leaf, held
-        )
-        result = with_modules(copies)(*given[0], **given[1])
-        refuse_made(result, jax.tree.leaves(given))
-        return result, _changed(nnx, before, nnx.split(copies)[1])
+        copies = Copies(nnx, structure, state)
+        found: list[Any] = []
+        given_args, given_kwargs = put_back(held, copies.modules.__getitem__)
+        result = with_modules(copies.modules)(*given_args, **given_kwargs)
+        result = taken_out(nnx, result, found)
+        refuse_made(result, jax.tree.leaves(held))
+        return result, copies.changes(found)
 
     pass_for(fn, call)
 
     def finish(result: Any) -> Any:
-        value, state = result
-        nnx.update(modules, state)
-        return value
+        value, change = result
+        if change is None:
+            return value
+        found = apply(nnx, change, graph.numbers)
+        return put_back(value, found.__getitem__) if found else value
 
-    return Prepared(call, (structure, state, held), {}, finish)
+    packed = (graph.structure, graph.state, held)
+    where = partial(paths, nnx, modules, graph.numbers)
+    return Prepared(call, packed, {}, finish, where)
 
 
 def _refuse_collecting(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -104,27 +102,8 @@ def _refuse_collecting(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
             )
 
 
-def _changed(nnx: Any, before: dict[Any, list[Any]], after: Any) -> Any:
-    """What a call changed in a state; the rest may not even be written, under jit.
-
-    What was float32 before stays float32.
-    """
-    kept = []
-    for path, leaf in nnx.to_flat_state(after):
-        (arrays, structure), known = jax.tree.flatten(leaf), before.get(path, [])
-        if list(map(id, arrays)) == list(map(id, known)):
-            continue
-        if len(arrays) == len(known):
-            arrays = [
-                kept_float32(array) if old.dtype == FLOAT32 else array
-                for array, old in zip(arrays, known, strict=True)
-            ]
-        kept.append((path, jax.tree.unflatten(structure, arrays)))
-    return nnx.from_flat_state(kept)
-
-
 def value_and_grad(*arguments: Any) -> Callable[..., Any]:
-    """The `value_and_grad` for arguments: flax.nnx's for modules and `Rngs`, or JAX's.
+    """The `value_and_grad` for arguments: flax.nnx's for its modules, or JAX's.
 
     JAX's takes a module for a tree of parameters, and loses what a call changes in it.
     """
@@ -133,7 +112,7 @@ def value_and_grad(*arguments: Any) -> Callable[..., Any]:
         return jax.value_and_grad
 
     def changes(node: Any) -> bool:
-        return isinstance(node, nnx.Module | nnx.Rngs)
+        return isinstance(node, nnx.Pytree)
 
     found = any(map(changes, jax.tree.leaves(arguments, is_leaf=changes)))
     return nnx.value_and_grad if found else jax.value_and_grad
@@ -145,11 +124,6 @@ def is_argnum(value: Any) -> bool:
     return isinstance(value, Integral) or (
         nnx is not None and isinstance(value, nnx.DiffState)
     )
-
-
-def is_node(nnx: Any, value: Any) -> bool:
-    """Whether a value is a module, or another thing of flax.nnx that has state."""
-    return isinstance(value, (nnx.Module, nnx.Rngs, nnx.Variable))
 
 
 def _own_modules(fn: Any, nnx: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
