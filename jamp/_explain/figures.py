@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from jamp import _dtypes
 from jamp._explain.operations import Operation
 from jamp._explain.residuals import Residuals
-from jamp._plan.records import Origin, Record
+from jamp._plan.records import Note, Origin, Record
 from jamp._policy.policy import Policy, entries
 from jamp._policy.rules import BUILTIN, Rule
 from jamp._tracing.locations import Location, stem_of
@@ -160,7 +160,10 @@ class Module(Counted):
         calls: dict[Any, list[Operation]] = {}
         for op in self.own:
             if op.decided:
-                key = op.entry, op.why, op.location, op.library, op.times
+                # Of a function only what leaves it is read elsewhere.
+                note = op.record.note if op.function is None else None
+                changed = note and note.words
+                key = op.entry, op.why, changed, op.location, op.library, op.times
                 calls.setdefault((key, op.path), []).append(op)
         alike: dict[Any, list[Operation]] = {}
         for (key, _), ops in calls.items():
@@ -236,17 +239,26 @@ class Row(Counted):
     def results(self) -> tuple[str, ...]:
         records = [op.record for op in self.operations]
         if self.first.function is None:
-            return _names(d for record in records for d in record.results)
+            return _names(d for record in records for d in record.returned)
         # What one of them hands to another does not leave the function.
         read = {id(var) for record in records for var in record.eqn.invars}
         leaving = _names(
             dtype
             for record in records
             if record.returns
-            for var, dtype in zip(record.eqn.outvars, record.returns, strict=True)
-            if id(var) not in read
+            for var, found in zip(record.eqn.outvars, record.returns, strict=True)
+            if found and id(var) not in read
+            for dtype in found.dtypes
         )
         return leaving or _names(records[-1].results)
+
+    @property
+    def notes(self) -> tuple[Note, ...]:
+        """What readers in float32 made of the rule."""
+        readers: dict[str, dict[str, None]] = {}
+        for note in filter(None, (op.record.note for op in self.operations)):
+            readers.setdefault(note.words, {}).update(dict.fromkeys(note.readers))
+        return tuple(Note(words, tuple(found)) for words, found in readers.items())
 
     @property
     def location(self) -> str:

@@ -131,7 +131,8 @@ def _row(row: Row) -> str:
     source = getline(found.file, found.line).strip() if found else ""
     code = f" <code>{escape(source)}</code>" if source else ""
     path = "/".join(" ".join(module.names) for module in row.module.lineage)
-    why = "; ".join(filter(None, (row.first.why, row.only, row.often)))
+    parts = (row.first.why, *map(str, row.notes), row.only, row.often)
+    why = "; ".join(filter(None, parts))
     operands, results = (
         " ".join(f'<span class="chip {_colour(n)}">{escape(n)}</span>' for n in names)
         for names in (row.operands, row.results)

@@ -81,7 +81,7 @@ def _operation(record: Record, times: int) -> Operation:
         scope,
         path=scope or ((f"{line.function}()",) if line else ()),
         function=function,
-        entry=function or record.primitive,
+        entry=record.entry,
         decided=not call or bool(record.casts) or function is not None,
         reason=reason,
         why=why,

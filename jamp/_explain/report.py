@@ -70,9 +70,11 @@ class Report(Figures):
           `residual_bytes`, by dtype under `autocast` and `as_written`, or None;
           `modules`, a tree of `name`, `names` (of modules that are alike, each),
           `figures` and `modules`; and `operations`, one dict per equation: `primitive`,
-          `function`, `rule`, `source`, `scope`, `file`, `line`, `library_file` and
-          `library_line` (which that line led to), dtypes of `operands` and `results`,
-          `times` (how often it runs), `flops`, `result_bytes`, `cast_bytes`, and
+          `function`, `rule`, `source`, `note` (what readers in float32 made of the
+          rule, or None), `scope`, `file`, `line`, `library_file` and `library_line`
+          (which that line led to), dtypes of `operands` and of `results`, `returns`
+          (the dtypes in which these are handed on, rounded or not), `times` (how often
+          it runs), `flops`, `result_bytes`, `cast_bytes`, and
           `casts`, each `from` a dtype `to` another, of a `shape`. Of the figures all
           but `equations` count each run of an equation.
         """
@@ -215,6 +217,7 @@ def _operation(op: Operation) -> dict[str, Any]:
         "function": op.function,
         "rule": record.ruling.rule.value,
         "source": record.ruling.source,
+        "note": None if record.note is None else str(record.note),
         "scope": list(record.scope),
         "file": location.file if location else None,
         "line": location.line if location else None,
@@ -222,6 +225,7 @@ def _operation(op: Operation) -> dict[str, Any]:
         "library_line": library.line if library else None,
         "operands": [None if d is None else str(d) for d in record.operands],
         "results": [None if d is None else str(d) for d in record.results],
+        "returns": [None if d is None else str(d) for d in record.returned],
         "times": op.times,
         "flops": op.flops,
         "result_bytes": dict(op.result_bytes),

@@ -7,6 +7,7 @@ from itertools import chain
 
 from jamp._explain.figures import Counted, Figures, Row, line_of, runs, short
 from jamp._explain.residuals import bytes_by_dtype
+from jamp._plan.records import Note
 
 HEAD = ("operation", "computes in", "returns", "why", "where", "casts")
 FIGURES = ("FLOPs", "16 bits", "results", "casts")
@@ -116,9 +117,17 @@ def brief(row: Row) -> str:
 
 
 def why(row: Row, report: Figures, name: str) -> str:
-    """The rule and its source, of which the policy and the name are known."""
+    """The rule and its source, of which the policy and the name are known; notes."""
     words = row.first.why.removesuffix(f" in {report.options.policy.name}")
-    return words.removesuffix(f": {name}")
+    notes = [f"({_cut(note)})" for note in row.notes]
+    return " ".join([words.removesuffix(f": {name}"), *notes])
+
+
+def _cut(note: Note) -> str:
+    """A note that names one reader, by the end of its name."""
+    first, *others = note.readers or [""]
+    names = (first.rpartition(".")[2], "..." if others else "")
+    return str(note._replace(readers=tuple(filter(None, names))))
 
 
 def place(row: Row, path: str) -> str:

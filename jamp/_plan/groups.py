@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jamp._dtypes import FLOAT32
 from jamp._plan.plan import Action, Cast, Caster, Float32Call
-from jamp._plan.records import Conversion, Record
 from jamp._plan.values import Value
 
 # Variables of the traced program, and the values that they have.
@@ -81,28 +79,6 @@ class Group:
             [var for var, _ in kept.values()],
             list(map(low.get, kept)),
         )
-
-
-def casts_of(action: Action) -> Iterator[Cast]:
-    """The casts that an action makes."""
-    if isinstance(action, Cast):
-        yield action
-    elif isinstance(action, Float32Call):
-        yield from reversed([cast for cast in action.narrowed if cast])
-        for value in action.operands:
-            if value.low:
-                wide = Value.of(value.aval, FLOAT32)
-                yield Cast((value,), (wide,), action.caster)
-
-
-def with_casts(records: Mapping[int, Record], actions: Iterable[Action]) -> None:
-    """Notes the casts that actions make in records, by the ids of the casters' own."""
-    for made in reversed([*chain.from_iterable(map(casts_of, actions))]):
-        # What is cast for no equation counts with the first.
-        record = id(made.caster.record) if made.caster else next(iter(records))
-        (value,), dtype = made.operands, made.dtype
-        conversion = Conversion(value.dtype, dtype, value.aval.shape)
-        records[record].casts.insert(0, conversion)
 
 
 def with_shared_casts(actions: Sequence[Action]) -> Iterator[Action]:

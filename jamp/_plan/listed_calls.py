@@ -12,7 +12,7 @@ from jamp._dtypes import FLOAT32, DType
 from jamp._equations import nested, read_by
 from jamp._plan.plain_equations import explicit_precision
 from jamp._plan.plan import Caster, Context, Environment, Float32Call
-from jamp._plan.records import Origin, Record, Ruling, with_inner
+from jamp._plan.records import Origin, Record, Returned, Ruling, with_inner
 from jamp._plan.values import Traits, Value
 from jamp._policy.functions import Function
 from jamp._policy.rules import Rule
@@ -134,14 +134,20 @@ def plan_listed_call(call: ListedCall) -> None:
     records = env.plan.records[first:]
     for record in with_inner(records):
         if rule is not Rule.LOWER or record.ruling.function is None:
-            record.ruling = call.ruling
+            record.ruling, record.returns = call.ruling, ()
     enter.record = records[0]
     _settle(call, records[-1])
     for record in records:
+        outvars = record.eqn.outvars
+        inside = record.returns or (None,) * len(outvars)
         record.returns = tuple(
-            env.read(var).dtype if env.used_from(var, call.stop) else computed
-            for var, computed in zip(record.eqn.outvars, record.results, strict=True)
+            _returned(env.read(var)) if env.used_from(var, call.stop) else stays
+            for var, stays in zip(outvars, inside, strict=True)
         )
+
+
+def _returned(value: Value) -> Returned:
+    return Returned(value.number, (value.dtype,))
 
 
 def is_cheap(eqns: Sequence[JaxprEqn]) -> bool:

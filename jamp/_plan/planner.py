@@ -32,7 +32,7 @@ from jamp._plan.plan import (
     Source,
 )
 from jamp._plan.programs import STRUCTURAL, StructuralRule
-from jamp._plan.records import Origin, Record, Ruling
+from jamp._plan.records import Origin, Record, Returned, Ruling
 from jamp._plan.unrounded import spare_roundings
 from jamp._plan.values import Traits, Value, Values
 from jamp._policy.functions import Function
@@ -243,6 +243,7 @@ class _Planner:
         )
         self._callers.pop()
         record.results = tuple([v.dtype for v in results])
+        record.returns = tuple([Returned(v.number, (v.dtype,)) for v in results])
         env.bind(eqn.outvars, results)
 
     def _where(self, eqn: JaxprEqn) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
+from itertools import chain
 from typing import NamedTuple
 
 from jamp import _primitives
@@ -44,6 +45,14 @@ class Kind(NamedTuple):
 def is_float32_function(action: Action) -> bool:
     """Whether an action is a function with a rule that is to run in float32."""
     return isinstance(action, Structural) and action.in_float32
+
+
+def _names(action: Action) -> tuple[str, ...]:
+    """What a reader in float32 is called, if it is one of the program's equations."""
+    if action.caster is None:
+        return ()
+    record = action.caster.record
+    return (str(record.eqn.params["name"]) if record.entry == "jit" else record.entry,)
 
 
 def _kind(action: Action) -> Kind | None:
@@ -101,7 +110,10 @@ class Readers:
         self, plan: Plan, results: Reading, of: Callable[[Plan, Reading], Readers]
     ):
         self.low = {plan.results[place].number for place in results.low}
-        self.wide = {plan.results[place].number for place in results.wide}
+        # With the names of these readers, the last in the program first.
+        self.wide: dict[int, dict[str, None]] = {
+            plan.results[place].number: {} for place in results.wide
+        }
         # Elementwise actions whose results only readers in float32 have.
         self.unrounded: set[Action] = set()
         self.kind = cache(_kind)
@@ -122,6 +134,16 @@ class Readers:
         )
         return Reading(low, wide)
 
+    def names(self, number: int) -> list[str]:
+        """What reads a value in float32, as far as is known, in program order."""
+        return [*reversed(self.wide.get(number, {}))]
+
+    def _widen(self, numbers: Iterable[int], names: Iterable[str]) -> None:
+        """Adds readers in float32."""
+        added = dict.fromkeys(names)
+        for number in numbers:
+            self.wide.setdefault(number, {}).update(added)
+
     def alone(self, value: Value) -> bool:
         """Whether one action only reads a value."""
         return self._counts[value.number] == 1
@@ -130,10 +152,11 @@ class Readers:
         lows = {value.number for value in taken(action) if value.low}
         self._counts.update(lows)
         if isinstance(action, Float32Call) or is_float32_function(action):
-            self.wide |= lows
+            self._widen(lows, _names(action))
+        elif isinstance(action, Cast) and action.dtype == FLOAT32:
+            self._widen(lows, _names(action))
         elif isinstance(action, Cast):
-            widens = action.dtype == FLOAT32
-            (self.wide if widens else self.low).update(lows)
+            self.low |= lows
         elif isinstance(action, Bind | Structural):
             self._add_equation(action, lows)
 
@@ -154,25 +177,31 @@ class Readers:
         made = {value.number for value in action.results}
         elementwise = found is not None and found.low and not found.orders
         if found is not None and found.orders and len(lows) == 1:
-            self.wide |= lows
+            self._widen(lows, _names(action))
             return
         if found is not None and found.compares and len(lows) == 1:
             if any(value.dtype == FLOAT32 for value in action.results):
-                self.wide |= lows
+                self._widen(lows, _names(action))
             return  # A comparison takes whichever there is.
         alone = not made & self.low and not (
             found is not None and self._adds_for_parts(found, made, lows)
         )
         alone |= any(value.traits.probability for value in action.results)
-        if elementwise and alone and made & self.wide:
+        if elementwise and alone and made & self.wide.keys():
             self.unrounded.add(action)
-            self.wide |= lows
+            self._widen(lows, chain.from_iterable(self.wide.get(n, ()) for n in made))
             return
+        names = _names(action)
         if isinstance(action, Structural) and action.kind == "jit":
-            inner = self._of(action.plans[0], self.reading(action.results)).inputs
-            wide = {action.operands[place].number for place in inner.wide}
-            self.wide |= wide
-            self.low |= {action.operands[place].number for place in inner.low}
+            (program,) = action.plans
+            inner = self._of(program, self.reading(action.results))
+            numbers = [value.number for value in action.operands]
+            for place in inner.inputs.wide:
+                inside = inner.wide[program.inputs[place].number]
+                self._widen([numbers[place]], inside)
+                names = () if inside else names
+            wide = {numbers[place] for place in inner.inputs.wide}
+            self.low |= {numbers[place] for place in inner.inputs.low}
             # What nobody reads inside is handed in as it is.
             self.low |= lows - wide
         else:
@@ -180,5 +209,5 @@ class Readers:
             # bits may be what a value that it reads was widened from.
             self.low |= {value.number for value in action.operands if value.low}
         if found is not None and (found.compares or elementwise):
-            if found.compares or not found.exact or made & self.wide:
-                self.wide |= lows
+            if found.compares or not found.exact or made & self.wide.keys():
+                self._widen(lows, names)

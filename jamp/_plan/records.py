@@ -8,13 +8,13 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes, _primitives
-from jamp._dtypes import FLOAT32, DType
+from jamp._dtypes import DType
 from jamp._equations import contracted
 from jamp._policy.functions import Function
 from jamp._policy.rules import Rule
@@ -78,6 +78,24 @@ class Conversion(NamedTuple):
     shape: tuple[int, ...]
 
 
+class Returned(NamedTuple):
+    """A result that is handed on: to the caller, or out of a listed function."""
+
+    number: int  # that of the value
+    dtypes: tuple[Any, ...]  # those in which it is read
+
+
+class Note(NamedTuple):
+    """What readers in float32 made of a rule."""
+
+    words: str
+    readers: tuple[str, ...] = ()  # their names, where these are known
+
+    def __str__(self) -> str:
+        by = f" by {', '.join(self.readers)}" if self.readers else ""
+        return f"{self.words}{by}"
+
+
 @dataclass(slots=True)
 class Record:
     eqn: JaxprEqn
@@ -85,7 +103,9 @@ class Record:
     scope: tuple[str, ...]  # the user's named scopes around it, outermost first
     operands: tuple[Any, ...] = ()  # dtypes of its operands as computed
     results: tuple[Any, ...] = ()  # dtypes of its results, as computed
-    returns: tuple[Any, ...] = ()  # in which they leave the listed function around it
+    # Those of its results that are handed on; None for one that stays in its function.
+    returns: tuple[Returned | None, ...] = ()
+    note: Note | None = None  # why it is not as its rule says
     casts: list[Conversion] = field(default_factory=list)  # conversions inserted for it
     # Records of the programs that it holds; one that is called often has them once.
     inner: list[list[Record]] = field(default_factory=list)
@@ -102,6 +122,18 @@ class Record:
         if found is None and self.caller is not None:
             return location(self.caller)
         return found
+
+    @property
+    def entry(self) -> str:
+        """The listed function that it is part of, or the primitive."""
+        function = self.ruling.function
+        return function.name if function else self.primitive
+
+    @property
+    def returned(self) -> tuple[Any, ...]:
+        """The dtypes in which its results are handed on, or else are computed."""
+        found = [dtype for result in self.returns if result for dtype in result.dtypes]
+        return tuple(dict.fromkeys(found or self.results))
 
     @property
     def is_product(self) -> bool:
@@ -130,16 +162,3 @@ def with_inner(records: Iterable[Record]) -> Iterator[Record]:
         yield record
         for inner in record.inner:
             yield from with_inner(inner)
-
-
-def in_float32(record: Record) -> Record:
-    """The record of an equation that runs in float32; its results leave as before."""
-    operands, results = (
-        tuple(FLOAT32 if dtype in _dtypes.LOW_DTYPES else dtype for dtype in dtypes)
-        for dtypes in (record.operands, record.results)
-    )
-    inner = [list(map(in_float32, records)) for records in record.inner]
-    returns = record.returns or record.results
-    return replace(
-        record, operands=operands, results=results, returns=returns, inner=inner
-    )

@@ -22,12 +22,12 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from jamp._dtypes import FLOAT32
 from jamp._plan.elements import Elements
-from jamp._plan.groups import Bound, Group, with_casts, with_shared_casts
+from jamp._plan.groups import Bound, Group, with_shared_casts
 from jamp._plan.listed_calls import is_cheap
 from jamp._plan.plan import Action, Bind, Cast, Caster, Float32Call, Plan, Structural
 from jamp._plan.probabilities import Probabilities
 from jamp._plan.readers import Kind, Readers, Reading, is_float32_function, taken
-from jamp._plan.records import in_float32
+from jamp._plan.rewritten import Rewritten
 from jamp._plan.values import Value
 
 
@@ -97,7 +97,7 @@ class _Writer:
         # Groups by the numbers of what they make, and of the 16 bits that they take.
         self._making: dict[int, Group] = {}
         self._taking: dict[int, Group] = {}
-        self._records = {id(r): replace(r, casts=[*r.casts]) for r in plan.records}
+        self._records = Rewritten(plan.records, self._wide, self._readers.names)
 
     def variant(self, wide: frozenset[int], rounded: frozenset[int]) -> Variant:
         """For inputs that are at hand, and for those that may have been rounded."""
@@ -118,8 +118,8 @@ class _Writer:
                 outs[place] = self._float32(value)
             self._make(outs[place])
         actions = self._written(outs)
-        with_casts(self._records, actions)
-        records = list(self._records.values())
+        groups = [item for item in self._items if isinstance(item, Group)]
+        records = self._records.finish(actions, outs, groups)
         plan = replace(
             self._plan, inputs=inputs, results=outs, actions=actions, records=records
         )
@@ -261,9 +261,8 @@ class _Writer:
             made.append((var, wide))
         sharing = (self._making, self._taking) if found.low else (self._making,)
         self._add(group, eqns, read, made, sharing)
-        if found.low or isinstance(action, Structural):
-            record = id(action.caster.record)
-            self._records[record] = in_float32(self._records[record])
+        if found.low or found.compares or isinstance(action, Structural):
+            self._records.move(action)
 
     def _with_views(
         self, eqns: Sequence[JaxprEqn], pairs: Iterable[tuple[Any, Value]]
@@ -277,6 +276,7 @@ class _Writer:
             value = self._taken(value)
             if self._is_view(value):
                 view = self._views[value.number]
+                self._records.view(value)
                 inner = zip(view.eqn.invars, view.read, strict=True)
                 # It may stand in another program, which has another name for it.
                 made, found = self._with_views([view.eqn.replace(outvars=[var])], inner)
@@ -368,11 +368,11 @@ class _Writer:
             for place, value in enumerate(action.results)
         ]
         written = self._with_plans(action, [plan])
+        self._records.call(action, operands, made)
         self._keep(replace(written, operands=operands, results=made))
 
     def _with_plans(self, action: Structural, plans: Sequence[Plan]) -> Structural:
-        record = self._records[id(action.caster.record)]
-        record.inner = [plan.records for plan in plans]
+        self._records.hold(action, plans)
         return replace(action, plans=plans)
 
     def _keep(self, action: Action) -> None:
