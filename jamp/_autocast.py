@@ -2,7 +2,7 @@
 
 import functools
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import Any, Never, ParamSpec, TypedDict, TypeVar, Unpack, cast, overload
 
@@ -260,15 +260,33 @@ def autocast(
     return transform if fn is None else transform(fn)
 
 
-def unwrapped(fn: Any, around: Arguments) -> tuple[Any, Arguments]:
-    """The function in what autocast made, and its options in an autocast around it."""
+def unwrapped(
+    function: str, fn: Any, given: Mapping[str, Any]
+) -> tuple[Any, Arguments, Mapping[str, Any] | None]:
+    """The function in what autocast made, and its options in an autocast around it.
+
+    Args:
+      function: what it was given to, with options by name.
+      fn: the function.
+      given: these options; of another function they are its own.
+
+    Returns:
+      The function, its options, and of those that were given the ones that a program
+      may still decide about: None for what autocast made.
+
+    Raises:
+      AutocastError: another option was given than the function has.
+    """
+    around = regions.named_arguments(function, given)
     held = getattr(fn, "__dict__", {})
     made, inner, own = held.get(_MADE, (None, None, around))
     if made is not fn:
-        return fn, around
+        return fn, around, given
     if own.policy is None and own.device_type is None:
         own = replace(own, device_type=around.device_type, policy=around.policy)
-    return inner, own
+    if given:
+        regions.refuse_overruled(function, given, around.options(), [own.options()])
+    return inner, own, None
 
 
 def as_written(fn: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -360,8 +360,8 @@ def test_of_a_function_under_autocast_its_options_hold():
     assert str(found) == str(diagnose(fn)(X))
     assert "with_rules" in str(found)
     policy = jamp.Policy.load("gpu").with_rules(float32=["mul"])
-    around = {"policy": policy, "dtype": jnp.bfloat16, "progress": False}
-    found = jamp.diagnose(jamp.autocast(fn, dtype=jnp.float16), **around)(X)
+    under = jamp.autocast(fn, dtype=jnp.float16)
+    found = jamp.diagnose(under, policy=policy, progress=False)(X)
     assert found.healthy
     assert found.dtype == "float16"
 

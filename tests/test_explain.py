@@ -134,8 +134,6 @@ def test_the_header_names_the_options_of_regions_that_have_others():
         "policy": "gpu",
         "enabled": True,
     }
-    given = jamp.explain(UNDER_AUTOCAST, device_type="tpu")(X)
-    assert given.header == f"autocast on tpu to bfloat16, policy tpu; {inside}"
     assert "regions" not in jamp.explain(step, device_type="gpu")(X).header
 
 

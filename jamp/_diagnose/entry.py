@@ -34,7 +34,6 @@ from jamp._diagnose.walk import Steps
 from jamp._dtypes import narrow
 from jamp._errors import AutocastError, AutocastTypeError
 from jamp._tracing.checks import check_function, wrong_argnums
-from jamp._tracing.regions import named_arguments
 
 # How many operations with underflow are listed.
 _LISTED = 3
@@ -64,8 +63,9 @@ def diagnose(
     Branches, lengths of loops and integers are those of the run under autocast in both.
 
     Args:
-      fn: the function, as given to `jamp.autocast`, or what that returned. A step, of
-        which part is under autocast, is diagnosed as it runs if no options are given.
+      fn: the function, as given to `jamp.autocast`, or what that returned, whose own
+        options hold. A step, of which part is under autocast, is diagnosed as it runs
+        if no options are given.
       loss_scale: the factor of the loss, 1 for none; with it, `fn` returns a scalar
         loss, and its gradient is diagnosed too.
       argnums: which arguments the gradient is taken of; of `flax.nnx` modules, it is
@@ -78,14 +78,14 @@ def diagnose(
       A function of the same arguments that returns a `Diagnosis`.
 
     Raises:
-      AutocastError: an option or a loss scale that there is not, or a gradient is asked
-        for of what is no scalar loss.
+      AutocastError: an option or a loss scale that there is not, another option than
+        that of a function under autocast, or a gradient of what is no scalar loss.
       AutocastTypeError: `fn` is not callable, or there are no arrays to run it on.
       BannedOpError: the policy bans an operation of the program.
     """
     check_function("diagnose", fn, inputs)
     scale, chosen = _checked(loss_scale, argnums)
-    inner, named = unwrapped(fn, named_arguments("diagnose", autocast_options))
+    inner, named, given = unwrapped("diagnose", fn, autocast_options)
 
     @api_boundary
     def diagnosed(*args: Any, **kwargs: Any) -> Diagnosis:
@@ -97,8 +97,7 @@ def diagnose(
 
         # Values that are not finite are expected here.
         with jax.debug_nans(False), jax.debug_infs(False), np.errstate(all="ignore"):
-            as_it_runs = inner is fn and not autocast_options
-            first = run(Settings(subject.options(named, as_it_runs), scale))
+            first = run(Settings(subject.options(named, given), scale))
             return _diagnosis(subject, first, *cure(subject, first, run))
 
     return diagnosed

@@ -91,14 +91,16 @@ class Subject:
         labels = list(map(_label_of, paths))
         return cls(call.fn, leaves, tree, labels, differentiated, has_aux, objects)
 
-    def options(self, named: regions.Arguments, as_it_runs: bool) -> regions.Options:
-        """Options around it; perhaps disabled, if part of it is under autocast."""
+    def options(
+        self, named: regions.Arguments, given: Mapping[str, Any] | None
+    ) -> regions.Options:
+        """Options around it, of which it may decide itself unless `given` is None."""
         options = named.options()
-        if not as_it_runs:
+        if given is None:
             return options
         args, kwargs = jax.tree.unflatten(self.tree, self.leaves)
         program = trace.trace(self.fn, options, args, kwargs).program
-        return regions.around(program, options)
+        return regions.settled("diagnose", given, options, program)
 
     def not_finite(self) -> list[str]:
         return [

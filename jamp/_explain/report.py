@@ -1,7 +1,7 @@
 """`jamp.explain`: what autocast did with a program, read from its decision records."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any, Never
 import jax
 from jax.extend.core import jaxpr_as_fun
 
+from jamp._autocast import unwrapped
 from jamp._compat import api_boundary
 from jamp._emit import emit
 from jamp._errors import AutocastError
@@ -19,9 +20,9 @@ from jamp._explain.operations import Operation, operations, options_inside
 from jamp._explain.residuals import Residuals, bytes_by_dtype, find_residuals
 from jamp._explain.risks import find_risks
 from jamp._plan.planner import make_plan
-from jamp._tracing import nnx_modules, regions, trace
+from jamp._tracing import nnx_modules, trace
 from jamp._tracing.checks import check_function, is_array
-from jamp._tracing.regions import Options, Scope, around
+from jamp._tracing.regions import Options, Scope, settled
 
 
 @dataclass(frozen=True, repr=False)
@@ -128,9 +129,9 @@ def explain(
     """Explains what `jamp.autocast` does with a function.
 
     Args:
-      fn: the function, as given to `jamp.autocast`. Where no options are given, those
-        of a function that is under autocast itself hold, and a function of which part
-        is, as a training step, is explained as it runs: the rest as written.
+      fn: the function, as given to `jamp.autocast`, or what that returned, whose own
+        options hold. A function of which part is under autocast, as a training step,
+        is explained as it runs if no options are given: the rest as written.
       residuals: whether to count too what the forward pass keeps for the backward pass
         if the floating results are differentiated with respect to the first argument
         that holds floating arrays. It takes two more traces.
@@ -141,15 +142,18 @@ def explain(
       computes nothing.
 
     Raises:
-      AutocastTypeError: an option that `jamp.autocast` does not take.
+      AutocastError: an option that `jamp.autocast` would refuse, or another than that
+        of the function, which is under autocast itself.
+      AutocastTypeError: an option that `jamp.autocast` does not take, or `fn` is not
+        callable.
     """
-    named = regions.named_arguments("explain", autocast_options)
     check_function("explain", fn, inputs)
+    inner, named, given = unwrapped("explain", fn, autocast_options)
 
     @api_boundary
     def explained(*args: Any, **kwargs: Any) -> Report:
-        call = nnx_modules.prepare(fn, args, kwargs)
-        traced, options = _traced(call, named.options(), bool(autocast_options))
+        call = nnx_modules.prepare(inner, args, kwargs)
+        traced, options = _traced(call, named.options(), given)
         inside = dict.fromkeys(options_inside(traced.program, Scope((), options)))
         enabled = [found for found in inside if found.enabled]
         decisive = enabled or [*inside]
@@ -176,10 +180,14 @@ def explain(
     return explained
 
 
-def _traced(call: Any, options: Options, settled: bool) -> tuple[Any, Options]:
-    """A call traced, and the options around it: as it runs, unless that is settled."""
+def _traced(
+    call: Any, options: Options, given: Mapping[str, Any] | None
+) -> tuple[Any, Options]:
+    """A call traced, and the options around it, which may be as it runs."""
     traced = trace.trace(call.fn, options, call.args, call.kwargs)
-    outside = options if settled else around(traced.program, options)
+    outside = options
+    if given is not None:
+        outside = settled("explain", given, options, traced.program)
     if outside is not options:
         traced = trace.trace(call.fn, outside, call.args, call.kwargs)
     return traced, outside

@@ -6,7 +6,7 @@ transformation.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -95,13 +95,48 @@ class Arguments:
 def named_arguments(function: str, named: Mapping[str, Any]) -> Arguments:
     """Arguments that a function takes by name; a region has no `output_dtype`."""
     known = {field.name for field in fields(Arguments)}
-    unknown = sorted(named.keys() - known - {"output_dtype"})
+    options = known | {"output_dtype"}
+    unknown = sorted(named.keys() - options)
     if unknown:
         raise AutocastTypeError(
             f"{function} takes the options of jamp.autocast, not {', '.join(unknown)}"
-            + did_you_mean(unknown[0], known)
+            + did_you_mean(unknown[0], options)
         )
+    if named.get("output_dtype") is not None:
+        check_floating("output_dtype", named["output_dtype"])
     return Arguments(**{name: named[name] for name in named.keys() & known})
+
+
+def refuse_overruled(
+    function: str,
+    given: Mapping[str, Any],
+    options: Options,
+    found: Collection[Options],
+) -> None:
+    """Raises for an option that holds nowhere in a function that is under autocast.
+
+    Args:
+      function: what the options were given to.
+      given: those that were given, by name.
+      options: the options that they make.
+      found: those of the functions under autocast that all operations stand in.
+    """
+    for name in sorted(given.keys() - {"output_dtype"}):
+        asked = getattr(options, name)
+        deciding = (own for own in found if own.enabled or name == "enabled")
+        held = {getattr(own, name) for own in deciding}
+        if given[name] is not None and held and asked not in held:
+            decides = " and ".join(sorted(map(_shown, held)))
+            raise AutocastError(
+                f"{function} was given {name}={_shown(asked)}, but the function is "
+                f"under autocast itself, with {name}={decides}, which decides: leave "
+                f"{name} out, or give {function} the function as it was before "
+                "jamp.autocast"
+            )
+
+
+def _shown(option: Any) -> str:
+    return str(getattr(option, "name", option))
 
 
 def check_floating(name: str, dtype: Any) -> DType:
@@ -188,27 +223,44 @@ def _marks(eqn: JaxprEqn) -> list[_Mark]:
     return [name for name in names if isinstance(name, _Mark)]
 
 
-def around(program: Any, options: Options) -> Options:
-    """Options for a program traced under them, disabled if part is under autocast.
+def settled(
+    function: str, given: Mapping[str, Any], options: Options, program: Any
+) -> Options:
+    """Options around a program that was traced under them.
 
-    That is, if a function under autocast stands in it, and other operations beside it.
+    Those that are given hold. Without any it is left as it runs: those of a function
+    under autocast are its own, and what stands beside one is computed as written.
+
+    Raises:
+      AutocastError: an option that was given holds nowhere.
     """
-    if {*_under_autocast(program, ())} != {True, False}:
+    found = {*_under_autocast(program, ())}
+    functions = [*filter(None, found)]
+    whole = None not in found
+    if given and whole:
+        refuse_overruled(function, given, options, functions)
+    if given or not functions or (whole and len(functions) > 1):
         return options
+    if whole:
+        return functions[0]
     return replace(options, enabled=False, source="outside of autocast")
 
 
-def _under_autocast(program: Any, outer: tuple[_Mark, ...]) -> Iterator[bool]:
-    """Whether operations stand in a function under autocast, or in no region at all."""
+def _under_autocast(program: Any, outer: tuple[_Mark, ...]) -> Iterator[Options | None]:
+    """Of operations the options of the function under autocast that they stand in.
+
+    None stands for no region at all; of those in other regions nothing is told.
+    """
     for eqn in program.eqns:
         marks = (*outer, *_marks(eqn))
         held = [*jaxprs_in_params(eqn.params)]
         for inner in held:
             yield from _under_autocast(inner, marks)
-        inside = any(mark.of_function and mark.options.enabled for mark in marks)
+        functions = [mark.options for mark in marks if mark.of_function]
+        enabled = [options for options in functions if options.enabled]
         counts = not held and eqn.primitive.name != "convert_element_type"
-        if counts and (inside or not marks):
-            yield inside
+        if counts and (enabled or not marks):
+            yield enabled[-1] if enabled else None
 
 
 @dataclass(frozen=True)
