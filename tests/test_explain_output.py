@@ -1,7 +1,9 @@
 """What reports say first, their tree of modules, and how they are shown."""
 
+import copy
 import io
 import json
+import pickle
 import re
 import subprocess
 import sys
@@ -231,6 +233,17 @@ def test_data_is_json_with_an_entry_for_each_equation(report):
     assert product["result_bytes"] == {"float16": 2 * 2 * 16}
     assert Path(product["file"]).name == HERE
     assert product["casts"][0] == {"from": "float32", "to": "float16", "shape": [2, 8]}
+
+
+def test_a_report_that_is_pickled_says_what_to_keep_instead(report):
+    for keep in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(jamp.AutocastTypeError, match=r"keep report\.to_dict\(\)"):
+            keep(report)
+    assert pickle.loads(pickle.dumps(report.to_dict())) == report.to_dict()
+
+
+def test_a_copy_of_a_report_is_equal_to_it(report):
+    assert copy.copy(report) == report
 
 
 def test_data_of_symbolic_shapes_is_json():

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Never
+from typing import Any, Never, Self
 
 import jax
 from jax.extend.core import jaxpr_as_fun
@@ -13,7 +13,7 @@ from jax.extend.core import jaxpr_as_fun
 from jamp._autocast import unwrapped
 from jamp._compat import api_boundary
 from jamp._emit import emit
-from jamp._errors import AutocastError
+from jamp._errors import AutocastError, AutocastTypeError
 from jamp._explain import html, text
 from jamp._explain.figures import Counted, Figures, Module, runs
 from jamp._explain.operations import Operation, operations, options_inside
@@ -30,7 +30,8 @@ class Report(Figures):
     """What runs in which dtype, and why.
 
     `str` gives it as text, `rich.print` and notebooks show it in colour, and
-    `save_html` makes a page of it.
+    `save_html` makes a page of it. What is to be kept is `to_dict()`: a report cannot
+    be pickled.
 
     Attributes:
       name: the function's name.
@@ -104,6 +105,15 @@ class Report(Figures):
     def save_html(self, path: str | Path) -> None:
         """Writes that page to a file, to open in a browser."""
         Path(path).write_text(self.to_html(), encoding="utf-8")
+
+    def __reduce__(self) -> Never:
+        raise AutocastTypeError(
+            "a report cannot be pickled: it holds the program's equations; keep "
+            "report.to_dict(), which is data, or report.to_html()"
+        )
+
+    def __copy__(self) -> Self:
+        return self  # it never changes
 
     def __str__(self) -> str:
         return self.text()
