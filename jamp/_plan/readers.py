@@ -22,6 +22,7 @@ class Reading(NamedTuple):
 
     low: frozenset[int]  # by readers that need their 16 bits
     wide: frozenset[int]  # by readers that would take them in float32
+    inside: frozenset[int] = frozenset()  # rounded, by programs that run apart
 
 
 def taken(action: Action) -> Values:
@@ -114,6 +115,9 @@ class Readers:
         self.wide: dict[int, dict[str, None]] = {
             plan.results[place].number: {} for place in results.wide
         }
+        # What programs that run apart, as those of loops and branches, read in 16 bits,
+        # moved or scaled: what they make of it is compared with it, or cancels.
+        self.inside = {plan.results[place].number for place in results.inside}
         # Elementwise actions whose results only readers in float32 have.
         self.unrounded: set[Action] = set()
         self.kind = cache(_kind)
@@ -128,11 +132,12 @@ class Readers:
     def reading(self, values: Values) -> Reading:
         """How some values are read, by their places among these."""
         places = [(place, v.number) for place, v in enumerate(values) if v.low]
-        low, wide = (
-            frozenset(place for place, number in places if number in found)
-            for found in (self.low, self.wide)
+        return Reading(
+            *(
+                frozenset(place for place, number in places if number in found)
+                for found in (self.low, self.wide, self.inside)
+            )
         )
-        return Reading(low, wide)
 
     def names(self, number: int) -> list[str]:
         """What reads a value in float32, as far as is known, in program order."""
@@ -172,9 +177,29 @@ class Readers:
             return False
         return kind.linear
 
+    def _add_inside(
+        self,
+        action: Bind | Structural,
+        kind: Kind | None,
+        made: set[int],
+        lows: set[int],
+    ) -> None:
+        if isinstance(action, Structural) and not is_float32_function(action):
+            if action.kind != "jit":
+                self.inside |= lows
+                return
+            (program,) = action.plans
+            inputs = self._of(program, self.reading(action.results)).inputs
+            self.inside |= {action.operands[place].number for place in inputs.inside}
+        same = kind is not None and (kind.exact or kind.moves or kind.scales)
+        if same and made & self.inside:
+            self.inside |= lows
+            self.low |= lows
+
     def _add_equation(self, action: Bind | Structural, lows: set[int]) -> None:
         found = self.kind(action)
         made = {value.number for value in action.results}
+        self._add_inside(action, found, made, lows)
         elementwise = found is not None and found.low and not found.orders
         if found is not None and found.orders and len(lows) == 1:
             self._widen(lows, _names(action))

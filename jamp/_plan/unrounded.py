@@ -3,8 +3,8 @@
 A rule that rounds says which dtype a value has. A reader that computes in float32 takes
 the value as it was computed, before the rounding; an elementwise or reducing equation
 that only such readers have computes in float32 itself; and one that reads what is at
-hand in float32 computes on that and rounds its own result. No dtype changes that a user
-can see.
+hand in float32 computes on that and rounds its own result. What a loop or another
+program inside reads rounded, all read rounded. No dtype changes that a user can see.
 
 Equations that now compute in float32 are joined to the float32 calls that they read, or
 with which they share an operand: the backward pass computes all again from the 16-bit
@@ -143,8 +143,9 @@ class _Writer:
         return value
 
     def _at_hand(self, value: Value) -> bool:
-        """Whether the float32 that a 16-bit value was rounded from is there."""
-        return value.number in self._wide or value.number in self._exact
+        """Whether the float32 that a 16-bit value was rounded from is to be read."""
+        known = value.number in self._wide or value.number in self._exact
+        return known and value.number not in self._readers.inside
 
     def _float32(self, value: Value) -> Value:
         """The float32 that a 16-bit value was rounded from."""
@@ -308,6 +309,7 @@ class _Writer:
     ) -> None:
         """Adds equations to a group, after others, found by values that it reads."""
         numbers = [value.number for _, value in read]
+        self._read(n for n in numbers if n in self._readers.inside)
         for found in (known[n] for known in others for n in numbers if n in known):
             if found in self._items and found.may_join(group):
                 del self._items[found]
