@@ -180,3 +180,47 @@ def test_a_rule_may_close_over_what_is_traced_outside_of_autocast(transform):
     if transform is not jax.vmap:
         w, expected = w[0], expected[0]
     np.testing.assert_allclose(transform(gradient)(w), expected, rtol=2e-2)
+
+
+@jax.custom_jvp
+def rounded(x):
+    return jnp.round(x)
+
+
+@rounded.defjvp
+def _of_rounded(primals, tangents):
+    return rounded(*primals), jnp.zeros_like(tangents[0])
+
+
+@jax.custom_jvp
+def sine_and_sign(x):
+    return jnp.sin(x), (x > 0).astype(jnp.int32)
+
+
+@sine_and_sign.defjvp
+def _of_sine_and_sign(primals, tangents):
+    sine, sign = sine_and_sign(*primals)
+    no_tangent = np.zeros(sign.shape, jax.dtypes.float0)
+    return (sine, sign), (jnp.cos(primals[0]) * tangents[0], no_tangent)
+
+
+def signed_sine(x):
+    sine, sign = sine_and_sign(x)
+    return sine * sign.astype(sine.dtype)
+
+
+ZERO_TANGENTS = {"of one result": rounded, "of an integer beside it": signed_sine}
+
+
+@pytest.mark.parametrize("name", ZERO_TANGENTS)
+@pytest.mark.parametrize("within", [lambda fn: fn, jax.jit], ids=["eager", "jit"])
+def test_a_rule_may_give_a_tangent_of_zero(name, within):
+    def loss(x):
+        return jnp.sum(ZERO_TANGENTS[name](x @ x) + x @ x)
+
+    x = jnp.full((2, 2), 0.5)
+    wanted = jax.grad(loss)(x)
+    found = jax.grad(within(jamp.autocast(loss, dtype=jnp.bfloat16)))(x)
+    np.testing.assert_allclose(found, wanted, rtol=0.02)
+    _, tangent = jax.jvp(jamp.autocast(loss, dtype=jnp.bfloat16), (x,), (x,))
+    np.testing.assert_allclose(tangent, jnp.sum(wanted * x), rtol=0.02)

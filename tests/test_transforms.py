@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export, lax
 from jax.experimental import jet, sparse
 from jax.test_util import check_grads
 from jaxprs import equations, matmul_dtypes, traced
@@ -297,3 +298,26 @@ def of_sparse(w):
 @pytest.mark.parametrize("fn", [second_derivative, of_sparse])
 def test_a_transform_with_rules_of_its_own_stands_inside(fn):
     near(gpu(fn)(W), fn(W))
+
+
+LOOPS = {
+    "scan": lambda x: lax.scan(lambda c, row: (c + row @ W, None), jnp.zeros(4), x)[0],
+    "map": lambda x: lax.map(lambda row: jnp.tanh(row @ W), x),
+}
+
+
+@pytest.mark.parametrize("form", LOOPS)
+def test_a_loop_over_rows_is_exported_for_any_number_of_them(form):
+    (rows,) = export.symbolic_shape("rows")
+    shape = jax.ShapeDtypeStruct((rows, 4), jnp.float32)
+    exported = export.export(jax.jit(gpu(LOOPS[form])))(shape)
+    near(exported.call(X), LOOPS[form](X))
+
+
+@pytest.mark.parametrize("transform", [lambda fn: fn, jax.jit, jax.vmap])
+def test_a_function_is_applied_to_an_element(transform):
+    def applied(x):
+        return (x @ W).at[0].apply(jnp.exp)
+
+    rows = jnp.stack([X, X])
+    near(transform(gpu(applied))(rows), transform(applied)(rows))

@@ -57,13 +57,14 @@ def emit_custom_jvp(emitter: Emitter, action: Structural, arrays: Arrays) -> Arr
         outs = called.run(emitter, [*primals, *taken])
         zeros = zero_results(program)[count:]
         return outs[:count], tuple(
-            SymbolicZero(jax.typeof(tangent)) if zero else tangent
+            _zero_tangent(tangent, symbolic) if zero else tangent
             for tangent, zero in zip(outs[count:], zeros, strict=True)
         )
 
-    function = jax.custom_jvp(_primal(emitter, action))
     # The rule of a primitive that expands into others takes symbolic zeros.
-    function.defjvp(rule, symbolic_zeros=eqn.params.get("symbolic_zeros", True))
+    symbolic = eqn.params.get("symbolic_zeros", True)
+    function = jax.custom_jvp(_primal(emitter, action))
+    function.defjvp(rule, symbolic_zeros=symbolic)
     return list(function(*arrays))
 
 
@@ -216,6 +217,16 @@ def _decided_by(eqn: JaxprEqn) -> Hashable:
 def _inputs(action: Structural) -> list[Value]:
     """Values of a function's inputs inside its rule."""
     return [Value(value.aval, value.traits) for value in action.operands]
+
+
+def _zero_tangent(tangent: Any, symbolic: bool) -> Any:
+    """A tangent that is known to be zero, as JAX takes it of a rule."""
+    aval = jax.typeof(tangent)
+    if symbolic:
+        return SymbolicZero(aval)
+    if jax.numpy.issubdtype(aval.dtype, np.inexact):
+        return tangent
+    return np.zeros(aval.shape, jax.dtypes.float0)
 
 
 def _is_zero(tangent: Any) -> bool:

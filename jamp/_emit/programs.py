@@ -163,7 +163,8 @@ def emit_scan(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
         step,
         arrays[count : count + num_carry],
         arrays[count + num_carry : end],
-        length=params["length"],
+        # It may be symbolic, which only slices may have.
+        length=None if end > count + num_carry else params["length"],
         reverse=params["reverse"],
         unroll=params["unroll"],
     )

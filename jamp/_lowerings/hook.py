@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.extend.core import JaxprEqn, Primitive
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 
 from jamp import _dtypes, _primitives
 from jamp._lowerings import orders
@@ -59,9 +59,31 @@ def _params_of_product(params: dict[str, Any], avals: Sequence[Any]) -> dict[str
 
 def _params_of_scatter(eqn: JaxprEqn, avals: Sequence[Any]) -> dict[str, Any]:
     """Those of a scatter whose program for one element is in other dtypes."""
+    if eqn.primitive.name == "scatter" and eqn.params["update_jaxpr"].eqns:
+        return {**eqn.params, **_params_of_function(eqn, avals)}
     public = getattr(jax.lax, eqn.primitive.name.replace("-", "_"))
     names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
     same = {name: eqn.params[name] for name in names}
     eqns = jax.make_jaxpr(partial(public, **same))(*avals).eqns
     (traced,) = (found for found in eqns if found.primitive is eqn.primitive)
     return dict(traced.params)
+
+
+def _params_of_function(eqn: JaxprEqn, avals: Sequence[Any]) -> dict[str, Any]:
+    """The function of an element that is applied where others would be put.
+
+    It is computed as traced, and rounded.
+    """
+    update = jaxpr_as_fun(
+        ClosedJaxpr(eqn.params["update_jaxpr"], eqn.params["update_consts"])
+    )
+    dtype = avals[0].dtype
+    elements = [jax.ShapeDtypeStruct((), dtype)] * 2
+
+    def rounded(*elements: Any) -> Any:
+        wide = [x.astype(_dtypes.dtype_of(eqn.invars[0])) for x in elements]
+        (result,) = update(*wide)
+        return result.astype(dtype)
+
+    traced = jax.make_jaxpr(rounded)(*elements)
+    return {"update_jaxpr": traced.jaxpr, "update_consts": tuple(traced.consts)}
