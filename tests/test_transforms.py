@@ -321,3 +321,24 @@ def test_a_function_is_applied_to_an_element(transform):
 
     rows = jnp.stack([X, X])
     near(transform(gpu(applied))(rows), transform(applied)(rows))
+
+
+def test_what_a_checkpoint_computes_again_stays_so_around_a_gradient():
+    block = jax.checkpoint(lambda x, w: jnp.sin(jnp.sin(x @ w)))
+
+    def stacked(w, x):
+        for _ in range(3):
+            x = block(x, w)
+        return jnp.sum(x)
+
+    gradient = jax.grad(stacked)
+    near(gpu(gradient)(W, X), gradient(W, X))
+    again = [
+        [
+            eqn.params["differentiated"]
+            for eqn in equations(jax.make_jaxpr(fn)(W, X))
+            if eqn.primitive.name == "remat2"
+        ]
+        for fn in (gradient, gpu(gradient))
+    ]
+    assert again[0].count(True) == again[1].count(True) == 3

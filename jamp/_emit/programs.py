@@ -55,6 +55,13 @@ def emit_checkpoint(emitter: Emitter, action: Structural, arrays: Arrays) -> Arr
     params, (plan,) = action.eqn.params, action.plans
     # They may be wider than planned: the loop that it stands in saves them so.
     dtypes = [value.dtype for value in plan.arguments]
+    if params["differentiated"]:
+        # One of a backward pass, which `jax.checkpoint` would take for one without, and
+        # XLA for what the forward pass has computed already.
+        taken = convert_all(arrays, dtypes)
+        program = emitter.closed(plan, taken)
+        if not program.consts:
+            return bind(action.eqn, taken, jaxpr=program.jaxpr)
     function = jax.checkpoint(
         lambda *arrays: emitter.run(plan, convert_all(arrays, dtypes)),
         prevent_cse=params["prevent_cse"],
