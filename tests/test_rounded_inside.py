@@ -1,4 +1,4 @@
-"""What a loop, a branch or a checkpoint reads rounded, nobody else reads unrounded.
+"""What a loop, a branch, a checkpoint or a scatter reads rounded, all read rounded.
 
 Of two versions of one number, one would exceed its own maximum, and what cancels would
 leave the rounding, divided by a small number or in an exponential.
@@ -44,6 +44,11 @@ LARGEST = {
     "cond": lambda h: lax.cond(h[0, 0] > -1e9, largest, lambda h: h.min(-1), h).astype(
         jnp.float32
     ),
+    "scatter": lambda h: START.at[jnp.arange(16)].max(h.max(-1)),
+    "scatter by rows": lambda h: START.at[jnp.repeat(jnp.arange(16), 32)].max(
+        h.ravel()
+    ),
+    "set": lambda h: START.at[:].set(h.max(-1)),
     "of a view": lambda h: lax.map(jnp.max, (2 * h).T.T) / 2,
     "in a jitted function": jax.jit(lambda h: lax.map(jnp.max, h)),
 }
