@@ -59,9 +59,9 @@ def _params_of_product(params: dict[str, Any], avals: Sequence[Any]) -> dict[str
 
 def _params_of_scatter(eqn: JaxprEqn, avals: Sequence[Any]) -> dict[str, Any]:
     """Those of a scatter whose program for one element is in other dtypes."""
-    update = eqn.params["update_jaxpr"]
+    update: Any = eqn.params["update_jaxpr"]
     # What only puts elements where others are has none, or one without equations.
-    if eqn.primitive.name == "scatter" and getattr(update, "eqns", ()):
+    if eqn.primitive.name == "scatter" and update is not None and update.eqns:
         return {**eqn.params, **_params_of_function(eqn, avals)}
     public = getattr(jax.lax, eqn.primitive.name.replace("-", "_"))
     names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
