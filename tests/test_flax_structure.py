@@ -274,3 +274,9 @@ def test_an_array_in_a_static_attribute_is_refused():
     model.history = []
     with pytest.raises(jamp.AutocastTypeError, match="attribute 'history' of a flax"):
         gpu(fn)(model, X)
+
+
+def test_an_old_flax_is_named(monkeypatch):
+    monkeypatch.delattr(nnx, "graphlib")
+    with pytest.raises(jamp.AutocastError, match=r"Flax 0\.12\.7 or newer"):
+        gpu(lambda model, x: model(x))(Net(), X)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jamp._errors import AutocastTypeError
+from jamp._errors import AutocastError, AutocastTypeError
 from jamp._tracing.checks import refuse_made
 from jamp._tracing.nnx_graph import (
     Copies,
@@ -60,6 +60,10 @@ def prepare(fn: Callable[..., Any], args: Any, kwargs: Any) -> Prepared:
     held = taken_out(nnx, (args, kwargs), modules)
     if not modules:
         return as_it_is
+    if not hasattr(nnx, "graphlib"):
+        raise AutocastError(
+            "modules of flax.nnx need Flax 0.12.7 or newer: update flax"
+        )
     graph = split(nnx, modules)
 
     def call(structure: Any, state: Any, held: Any) -> Any:
