@@ -23,12 +23,20 @@ from jax._src import traceback_util as _traceback_util
 # depends on and that jax.jit itself keys its caches on.
 from jax._src.config import trace_context as trace_context
 
+# Nothing public tells which trace is at hand, and around which others it is.
+from jax._src.core import trace_ctx as _trace_ctx
+
 # The top-level trace has no public name; jax.core.trace_state_clean is gone.
 from jax._src.core import trace_state_clean as _trace_state_clean
 
 # No public name lists the primitives of the installed JAX; those that can be lowered
 # are the ones that a policy may name.
 from jax._src.interpreters.mlir import _lowerings, _platform_specific_lowerings
+
+# The trace that makes programs; the class of its tracers is public.
+from jax._src.interpreters.partial_eval import (
+    DynamicJaxprTrace as _DynamicJaxprTrace,
+)
 
 # Every cast goes through a function there, which returns an array that has the dtype
 # already as it is: no public name tells that it was called.
@@ -63,6 +71,17 @@ def under_trace(arrays: Iterable[Any]) -> bool:
     return not _trace_state_clean() or any(
         isinstance(array, jax.core.Tracer) for array in arrays
     )
+
+
+def becomes_a_program() -> bool:
+    """Whether what is computed at this moment is traced to a program, to run later.
+
+    It is not in an eager `jax.grad` or `jax.vmap`, which run what they trace.
+    """
+    trace: Any = _trace_ctx.trace
+    while trace is not None and not isinstance(trace, _DynamicJaxprTrace):
+        trace = getattr(trace, "parent_trace", None)
+    return trace is not None
 
 
 def only_staged(arrays: Iterable[Any]) -> bool:

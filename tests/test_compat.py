@@ -51,6 +51,24 @@ def test_a_pullback_is_told_from_a_function_of_the_users():
     assert not _compat.is_made_by_jax(sine)
 
 
+def test_a_program_is_told_from_what_runs_at_once():
+    found = []
+
+    def noted(x):
+        found.append(_compat.becomes_a_program())
+        return x
+
+    for transform in (jax.grad, jax.vmap):
+        x = 1.0 if transform is jax.grad else jnp.ones(2)
+        transform(noted)(x)
+        jax.jit(transform(noted))(x)
+        transform(jax.jit(noted))(x)
+    assert found == [False, True, True] * 2, (
+        "functions of an eager gradient would be compiled in each call, or those of "
+        "a jitted one traced anew"
+    )
+
+
 def test_a_differentiated_array_is_not_only_staged():
     found = []
 

@@ -391,6 +391,17 @@ def test_a_program_is_traced_and_compiled_once_per_signature(program, compilatio
     assert_same(again, first, "gpu")
 
 
+def test_an_eager_gradient_compiles_nothing_the_second_time(compilations):
+    def loss(x):
+        return jnp.sum(jax.nn.relu(jax.nn.softmax(x @ x)))
+
+    gradient, x = jax.grad(on("gpu")(loss)), jnp.ones((3, 3))
+    gradient(x)
+    before = compilations.count
+    gradient(x)
+    assert compilations.count == before
+
+
 def test_the_counter_sees_a_compilation(compilations):
     before = compilations.count
     jax.jit(lambda x: x * 1.2345 + 6.789)(jnp.ones((3, 5, 7)))

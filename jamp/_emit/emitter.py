@@ -11,7 +11,7 @@ from jax.extend.core import JaxprEqn
 from jax.extend.source_info_util import current_name_stack, user_context
 
 from jamp import _dtypes
-from jamp._compat import INLINE, only_staged, settings, under_trace
+from jamp._compat import INLINE, becomes_a_program, only_staged, settings
 from jamp._emit.conversions import convert, convert_all
 from jamp._emit.iterations import Iteration
 from jamp._equations import bind_primitive, number_of
@@ -97,7 +97,8 @@ class Emitter:
         the functions of jax.numpy. The equations are the same. Without a key, which is
         asked for where functions are shared alone, it is called as it is.
         """
-        found = key() if self.share and under_trace(arrays) else None
+        # Outside of a program JAX would compile each of these functions, once a call.
+        found = key() if self.share and becomes_a_program() else None
         if not _is_hashable(found):
             return function(*arrays)
         if found not in self._functions:
