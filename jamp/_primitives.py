@@ -12,8 +12,8 @@ def _names(*words: str) -> frozenset[str]:
 # Matmuls and convolutions.
 MATMULS = _names("conv_general_dilated dot_general ragged_dot_general")
 SCATTERS = _names("scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub")
-# The elements that they write are in their result.
-PUTTING = SCATTERS - _names("scatter-add scatter-mul scatter-sub")
+# They keep the largest, or the smallest, of what they write to a place.
+EXTREMES = _names("scatter-max scatter-min")
 # Elementwise, and more than a few instructions for each element.
 TRANSCENDENTAL = _names(
     "cos cosh erf erfc exp exp2 expm1 log log1p logistic pow sin sinh tan tanh"

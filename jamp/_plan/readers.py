@@ -191,8 +191,7 @@ class Readers:
             (program,) = action.plans
             inputs = self._of(program, self.reading(action.results)).inputs
             self.inside |= {action.operands[place].number for place in inputs.inside}
-        if action.eqn.primitive.name in _primitives.PUTTING:
-            # Among other numbers, they are read for what they are.
+        if action.eqn.primitive.name in _primitives.EXTREMES:
             self.inside |= {value.number for value in action.operands if value.low}
         same = kind is not None and (kind.exact or kind.moves or kind.scales)
         if same and made & self.inside:
