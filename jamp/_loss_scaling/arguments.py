@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jamp._errors import ScalerError, ScalerTypeError
@@ -19,6 +20,11 @@ def expect(fine: bool, value: Any, message: str) -> None:
     """Raises if a value is not fine, with a message that ends in what it is instead."""
     if not fine:
         raise ScalerTypeError(f"{message} got {type(value).__name__}")
+
+
+def without_multi_steps(tx: Any) -> Any:
+    """An optimizer; of an `optax.MultiSteps`, which is none, the one that it makes."""
+    return tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
 
 
 def saved_numbers(saved: Any, keys: list[str], negative: bool) -> list[float]:

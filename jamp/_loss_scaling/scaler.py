@@ -290,8 +290,7 @@ class GradScaler:
         """
         call = "step(state, tx, grads, found_inf, opt_state, params)"
         _check_state(state, call)
-        if isinstance(tx, optax.MultiSteps):
-            tx = tx.gradient_transformation()
+        tx = arguments.without_multi_steps(tx)
         second = f"the optimizer comes second: scaler.{call};"
         expect(isinstance(tx, optax.GradientTransformation), tx, second)
         if arguments.instances(opt_state, ScalerState):

@@ -84,8 +84,7 @@ def dynamic_loss_scaling(
     """
     if misplaced:
         raise ScalerTypeError(_misplaced(list(misplaced)))
-    if isinstance(inner, optax.MultiSteps):
-        inner = inner.gradient_transformation()
+    inner = arguments.without_multi_steps(inner)
     if not isinstance(inner, optax.GradientTransformation):
         hint = ": call it, as in optax.adamw(1e-3)" if callable(inner) else ""
         raise ScalerTypeError(

@@ -177,31 +177,13 @@ class Readers:
             return False
         return kind.linear
 
-    def _add_inside(
-        self,
-        action: Bind | Structural,
-        kind: Kind | None,
-        made: set[int],
-        lows: set[int],
-    ) -> None:
-        if isinstance(action, Structural) and not is_float32_function(action):
-            if action.kind != "jit":
-                self.inside |= lows
-                return
-            (program,) = action.plans
-            inputs = self._of(program, self.reading(action.results)).inputs
-            self.inside |= {action.operands[place].number for place in inputs.inside}
-        if action.eqn.primitive.name in _primitives.EXTREMES:
-            self.inside |= {value.number for value in action.operands if value.low}
-        same = kind is not None and (kind.exact or kind.moves or kind.scales)
-        if same and made & self.inside:
-            self.inside |= lows
-            self.low |= lows
-
     def _add_equation(self, action: Bind | Structural, lows: set[int]) -> None:
         found = self.kind(action)
         made = {value.number for value in action.results}
-        self._add_inside(action, found, made, lows)
+        same = found is not None and (found.exact or found.moves or found.scales)
+        if same and made & self.inside:
+            self.inside |= lows
+            self.low |= lows
         elementwise = found is not None and found.low and not found.orders
         if found is not None and found.orders and len(lows) == 1:
             self._widen(lows, _names(action))
@@ -229,12 +211,17 @@ class Readers:
                 names = () if inside else names
             wide = {numbers[place] for place in inner.inputs.wide}
             self.low |= {numbers[place] for place in inner.inputs.low}
+            self.inside |= {numbers[place] for place in inner.inputs.inside}
             # What nobody reads inside is handed in as it is.
             self.low |= lows - wide
         else:
             # Those that are cast for it are read by their casts; what it takes in 16
             # bits may be what a value that it reads was widened from.
-            self.low |= {value.number for value in action.operands if value.low}
+            rounded = {value.number for value in action.operands if value.low}
+            self.low |= rounded
+            extreme = action.eqn.primitive.name in _primitives.EXTREMES
+            if extreme or isinstance(action, Structural):
+                self.inside |= rounded
         if found is not None and (found.compares or elementwise):
             if found.compares or not found.exact or made & self.wide.keys():
                 self._widen(lows, names)
