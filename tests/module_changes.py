@@ -1,9 +1,18 @@
 """Functions that change the structure of a module, and what compares the results."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
+
+import jamp
+
+gpu = functools.partial(jamp.autocast, device_type="gpu")
+# `nnx.capture` is what Flax would rather see.
+MAY_SOW = pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
 
 X = jax.random.normal(jax.random.key(1), (8, 4))
 

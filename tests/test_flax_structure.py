@@ -9,9 +9,11 @@ import optax
 import pytest
 from flax import nnx
 from module_changes import (
+    MAY_SOW,
     Net,
     X,
     counted,
+    gpu,
     in_a_cycle,
     in_eval_mode,
     mean,
@@ -28,10 +30,7 @@ from module_changes import (
 
 import jamp
 
-# `nnx.capture` is what Flax would rather see.
-pytestmark = pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
-
-gpu = functools.partial(jamp.autocast, device_type="gpu")
+pytestmark = MAY_SOW
 
 
 class Plain(nnx.Module, pytree=False):

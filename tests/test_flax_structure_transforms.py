@@ -1,7 +1,5 @@
 """Transformations around and inside of autocast pass the structure of modules on."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -9,9 +7,11 @@ import pytest
 from flax import nnx
 from flax.errors import TraceContextError
 from module_changes import (
+    MAY_SOW,
     Net,
     X,
     counted,
+    gpu,
     in_eval_mode,
     mean,
     same_state,
@@ -22,10 +22,7 @@ from module_changes import (
 
 import jamp
 
-# `nnx.capture` is what Flax would rather see.
-pytestmark = pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
-
-gpu = functools.partial(jamp.autocast, device_type="gpu")
+pytestmark = MAY_SOW
 
 
 def scanned(fn):
