@@ -44,8 +44,15 @@ FORWARD = (
     "custom_jvp_with_a_callable",
     "custom_root",
     "custom_linear_solve",
+    "frexp_and_ldexp",
 )
-SECOND = ("scan", "checkpoint_these_names", "custom_jvp", "custom_linear_solve")
+SECOND = (
+    "scan",
+    "checkpoint_these_names",
+    "custom_jvp",
+    "custom_linear_solve",
+    "frexp_and_ldexp",
+)
 X, W = square()
 
 

@@ -18,9 +18,9 @@ from jamp._dtypes import FLOAT32
 from jamp._equations import closed, constants, nested
 from jamp._plan.derivative_rules import trace_jvp, trace_rules
 from jamp._plan.listed_calls import runs_in_float32
-from jamp._plan.plain_equations import plan_plain
+from jamp._plan.plain_equations import plan_as_traced, plan_plain
 from jamp._plan.plan import Cast, Equation, Float32Call, Plan, Structural
-from jamp._plan.records import Conversion
+from jamp._plan.records import Conversion, with_inner
 from jamp._plan.values import Traits, Value, Values
 from jamp._policy.rules import Rule
 from jamp._tracing.casts import is_kept_cast, make_jaxpr
@@ -275,6 +275,11 @@ def plan_custom_call(equation: Equation) -> list[Value]:
 
 @structural("call_hi_primitive")
 def plan_hi_primitive(equation: Equation) -> list[Value]:
+    """Plans a primitive that expands into others, and has rules of its own.
+
+    It has them all only as it is. What it expands into has one of its derivative rules,
+    and none for being transposed.
+    """
     primitive: Any = equation.eqn.primitive
     avals = [var.aval for var in equation.eqn.invars]
     expanded = make_jaxpr(
@@ -282,11 +287,23 @@ def plan_hi_primitive(equation: Equation) -> list[Value]:
         equation.context.region,
     )(*avals)
     inner = equation.inner(expanded, equation.operands)
+    if _gains_nothing(equation, expanded, inner):
+        return plan_as_traced(equation)
     kind = "custom_vjp_call"
     with suppress(NotImplementedError):
         trace_jvp(equation.eqn, equation.context.region)
         kind = "custom_jvp_call"
     return equation.calling(inner, kind=kind)
+
+
+def _gains_nothing(equation: Equation, program: Any, inner: Plan) -> bool:
+    """Whether an equation may as well run as traced as by a program that it expands to.
+
+    Its results have the same dtypes then, and no rule asks for 16 bits in it.
+    """
+    traced = tuple(map(_dtypes.dtype_of, equation.eqn.outvars))
+    lowers = any(r.ruling.rule is Rule.LOWER for r in with_inner(inner.records))
+    return inner.dtypes == traced and not lowers and not holds_region(program)
 
 
 def _changes_rule(equation: Equation) -> bool:

@@ -270,6 +270,11 @@ def hi_primitive_in_scan(x, w):
     return lax.scan(step, x, length=2)
 
 
+def squared_by_its_exponent(x, w):
+    mantissa, exponent = jnp.frexp(x @ w)
+    return jnp.ldexp(mantissa * mantissa, 2 * exponent) @ w
+
+
 @jax.custom_jvp
 def with_a_loop_in_its_rule(x, w):
     return lax.fori_loop(0, 2, lambda _, c: jnp.tanh(c @ w), x)
@@ -335,4 +340,10 @@ CONSTRUCTS = (
     ),
     Construct("hi_primitive", lambda x, w: high_level(x, w) @ w),
     Construct("hi_primitive_in_scan", hi_primitive_in_scan),
+    # JAX 0.12 has primitives of this kind for them.
+    Construct("frexp_and_ldexp", squared_by_its_exponent),
+    Construct(
+        "frexp_in_scan",
+        lambda x, w: lax.scan(lambda c, _: (jnp.frexp(c @ w)[0], c), x, length=2),
+    ),
 )
