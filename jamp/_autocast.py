@@ -18,7 +18,7 @@ from jamp._lowerings.processor import warn_if_slow
 from jamp._plan.planner import make_plan, warn_unmatched
 from jamp._policy.policy import Policy
 from jamp._tracing import nnx_modules, regions
-from jamp._tracing.checks import check_function, is_array, signature
+from jamp._tracing.checks import check_function, is_array, looks_for_nans, signature
 from jamp._tracing.regions import Arguments, Options
 from jamp._tracing.trace import in_functions, trace
 
@@ -75,8 +75,7 @@ def _run(
     arrays = [leaf for leaf in leaves if is_array(leaf)]
     # What traces anew, as a new jax.jit does, sees what is new. A program that runs
     # again is not checked for NaN by JAX.
-    flags = ("jax_debug_nans", "jax_debug_infs")
-    once = under_trace(arrays) or any(getattr(jax.config, flag) for flag in flags)
+    once = under_trace(arrays) or looks_for_nans()
     key = None if once else signature(leaves, tree, options)
     found = None if key is None else eager_programs.get(key)
     if found is None:

@@ -214,6 +214,25 @@ def test_only_the_leaves_that_an_optimizer_has_decide(name):
         assert jamp.last_step_skipped(opt_state) == skipped
 
 
+@pytest.mark.parametrize("name", ["clipped", "adam", "lamb"])
+def test_a_skipped_step_is_no_alarm_for_jax_debug_nans(name):
+    own = optax.chain(*CLIPPED) if name == "clipped" else OPTIMIZERS[name]()
+    tx, params = scaling(own), parameters()
+    grads = poisoned(params, (0, 1), jnp.inf)
+    state, scaler_state, inner_state = tx.init(params), SCALER.init(), own.init(params)
+    with jax.debug_nans(True):
+        updates, after = tx.update(grads, state, params)
+        kept, kept_state, _ = SCALER.step(
+            scaler_state, own, *SCALER.unscale(scaler_state, grads), inner_state, params
+        )
+        with pytest.raises(FloatingPointError):
+            jax.block_until_ready(own.update(grads, own.init(params), params))
+    assert jamp.last_step_skipped(after)
+    assert same((kept, kept_state), (params, inner_state))
+    assert same(optax.apply_updates(params, updates), params)
+    assert same(after.inner_state, state.inner_state)
+
+
 def test_a_schedule_does_not_advance_in_a_skipped_step():
     tx = scaling(optax.inject_hyperparams(optax.sgd)(learning_rate=SCHEDULE))
     rates = [

@@ -11,6 +11,7 @@ import optax
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jamp._errors import ScalerError, ScalerTypeError
+from jamp._tracing.checks import looks_for_nans
 
 LARGEST = float(np.finfo(np.float32).max)
 LARGEST_COUNT = int(np.iinfo(np.int32).max)
@@ -178,6 +179,17 @@ def refuse_float16(tree: Any, what: str) -> None:
 def select(which: jax.Array, first: Any, second: Any) -> Any:
     """The first tree where a flag is set, else the second, element by element."""
     return jax.tree.map(lambda a, b: jnp.where(which, a, b), first, second)
+
+
+def taken(found: jax.Array, grads: Any) -> Any:
+    """Gradients as an optimizer takes them, whose step is skipped if a flag is set.
+
+    What becomes of an overflow is thrown away; where JAX looks for NaN it would raise
+    before. A zero may be divided by.
+    """
+    if not looks_for_nans():
+        return grads  # for an optimizer that need not wait for the flag
+    return select(found, jax.tree.map(jnp.ones_like, grads), grads)
 
 
 def instances(tree: Any, kinds: type | tuple[type, ...]) -> list[Any]:

@@ -299,6 +299,7 @@ class GradScaler:
                 "skips by itself: call its update, or hand step the inner optimizer"
             )
         found = any_of(found_inf, "step") if self.enabled else None
+        grads = grads if found is None else arguments.taken(found, grads)
         update = optax.with_extra_args_support(tx).update
         updates, new_opt_state = update(grads, opt_state, params, **extra_args)
         stepped = (optax.apply_updates(params, updates), new_opt_state)

@@ -162,6 +162,9 @@ class _LossScaling:
         if self.axis_name is not None and self.scaler.enabled:
             found = arguments.on_any_shard(found, self.axis_name)
         found = found | state.overflowed
+        grads = arguments.taken(found, grads)
+        if "grad" in extra_args:
+            extra_args["grad"] = arguments.taken(found, extra_args["grad"])
         if isinstance(state.inner_state, optax.MultiStepsState):
             # Its running mean would keep an inf.
             grads = select(found, jax.tree.map(jnp.zeros_like, grads), grads)
