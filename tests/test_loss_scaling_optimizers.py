@@ -258,6 +258,53 @@ def test_lookahead_keeps_both_sets_of_parameters_in_a_skipped_step():
         assert_close(opt_state.inner_state, plain_state)
 
 
+def normalized_ascent():
+    """Sharpness-aware minimization, which calls a `grad_fn` by itself."""
+    ascent = optax.chain(contrib.normalize(), optax.sgd(0.05))
+    return contrib.sam(optax.sgd(0.1, momentum=0.9), ascent, opaque_mode=True)
+
+
+@pytest.mark.parametrize("value", NON_FINITE)
+def test_an_overflow_in_gradients_that_an_optimizer_takes_skips_the_step(value):
+    functions = [lambda p, _: p, lambda p, _: poisoned(p, (0, 1), value)]
+
+    def train(tx, scale, left_out=()):
+        params = parameters()
+        opt_state, states = tx.init(params), []
+        for step in range(4):
+            grad_fn = functions[step == 2 and not left_out]
+            if step not in left_out:
+                grads = scale(params, opt_state)
+                updates, opt_state = tx.update(
+                    grads, opt_state, params, grad_fn=grad_fn
+                )
+                params = optax.apply_updates(params, updates)
+            states.append((params, opt_state))
+        return states
+
+    found = train(scaling(normalized_ascent()), jamp.scale_loss)
+    expected = train(normalized_ascent(), lambda grads, _: grads, (2,))
+    for (params, opt_state), (plain, plain_state) in zip(found, expected, strict=True):
+        assert_close(params, plain)
+        assert_close(opt_state.inner_state, plain_state)
+    assert [bool(state.last_step_skipped) for _, state in found] == [0, 0, 1, 0]
+
+
+def test_a_scaler_takes_no_step_with_such_an_overflow():
+    params, tx, state = parameters(), normalized_ascent(), SCALER.init()
+    for grad_fn, taken in (
+        (lambda p, _: p, True),
+        (lambda p, _: poisoned(p, (0, 1), jnp.nan), False),
+    ):
+        opt_state = tx.init(params)
+        after, after_state, stepped = SCALER.step(
+            state, tx, params, jnp.array(False), opt_state, params, grad_fn=grad_fn
+        )
+        assert bool(stepped) == taken
+        assert all_finite((after, after_state))
+        assert same((after, after_state), (params, opt_state)) != taken
+
+
 def test_clipping_before_it_in_a_chain_clips_scaled_gradients():
     tx = optax.chain(optax.clip(2.0**10), scaling(optax.sgd(1.0)))
     params = {"w": jnp.zeros(3)}

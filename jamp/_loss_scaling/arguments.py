@@ -1,5 +1,6 @@
 """Arguments of loss scaling: what is checked of numbers, flags and trees of them."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -114,6 +115,15 @@ def scaled(scale: jax.Array, outputs: Any) -> Any:
     return jax.tree.map(times, outputs)
 
 
+def product(scale: jax.Array, factor: float) -> jax.Array:
+    """`f32(f64(scale) * factor)`, which is torch's."""
+    if abs(math.frexp(factor)[0]) == 0.5:
+        return jnp.multiply(scale, jnp.float32(factor))
+    with jax.enable_x64(True):
+        product = jnp.asarray(scale, jnp.float64) * np.float64(factor)
+        return jnp.asarray(product, jnp.float32)
+
+
 def on_any_shard(flag: jax.Array, axis_name: Any) -> jax.Array:
     """Whether a flag is set anywhere along mapped axes."""
     with over_axes(axis_name):
@@ -190,6 +200,11 @@ def taken(found: jax.Array, grads: Any) -> Any:
     if not looks_for_nans():
         return grads  # for an optimizer that need not wait for the flag
     return select(found, jax.tree.map(jnp.ones_like, grads), grads)
+
+
+def takes_gradients(extra_args: dict[str, Any]) -> bool:
+    """Whether an optimizer may take gradients by itself, with what it is given."""
+    return any(map(callable, extra_args.values()))
 
 
 def instances(tree: Any, kinds: type | tuple[type, ...]) -> list[Any]:

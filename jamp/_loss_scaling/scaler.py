@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, InitVar, dataclass, fields
 from numbers import Integral, Real
@@ -18,7 +17,7 @@ from jamp._autocast import as_written
 from jamp._errors import ScalerError, ScalerTypeError
 from jamp._loss_scaling import arguments
 from jamp._loss_scaling.arguments import LARGEST, LARGEST_COUNT, any_of, expect, select
-from jamp.pallas_kernels import unscale_and_check
+from jamp.pallas_kernels import all_finite, unscale_and_check
 
 _KEYS = "scale growth_factor backoff_factor growth_interval _growth_tracker".split()
 _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
@@ -248,10 +247,10 @@ class GradScaler:
         backs_off = found & (overflows >= self.hysteresis)
         tracker = state.growth_tracker + 1
         grows = ~found & (tracker == self.growth_interval)
-        grown = _product(state.scale, self.growth_factor)
+        grown = arguments.product(state.scale, self.growth_factor)
         grown = jnp.clip(grown, max=self.max_scale)
         scale = jnp.where(grows & jnp.isfinite(grown), grown, state.scale)
-        backed_off = _product(state.scale, self.backoff_factor)
+        backed_off = arguments.product(state.scale, self.backoff_factor)
         backed_off = jnp.clip(backed_off, min=self.min_scale)
         return ScalerState(
             scale=jnp.where(backs_off, backed_off, scale),
@@ -305,6 +304,8 @@ class GradScaler:
         stepped = (optax.apply_updates(params, updates), new_opt_state)
         if found is None:
             return *stepped, jnp.array(True)
+        if arguments.takes_gradients(extra_args):
+            found = found | ~all_finite(updates)
         return *select(found, (params, opt_state), stepped), ~found
 
     def state_dict(self, state: ScalerState) -> dict[str, Any]:
@@ -388,12 +389,3 @@ def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
 def _check_state(state: Any, call: str) -> None:
     message = f"the state comes first: scaler.{call}, with what scaler.init() or update"
     expect(isinstance(state, ScalerState), state, f"{message} returned;")
-
-
-def _product(scale: jax.Array, factor: float) -> jax.Array:
-    """`f32(f64(scale) * factor)`, which is torch's."""
-    if abs(math.frexp(factor)[0]) == 0.5:
-        return jnp.multiply(scale, jnp.float32(factor))
-    with jax.enable_x64(True):
-        product = jnp.asarray(scale, jnp.float64) * np.float64(factor)
-        return jnp.asarray(product, jnp.float32)

@@ -14,7 +14,7 @@ from jamp._loss_scaling import arguments
 from jamp._loss_scaling.arguments import instances, select
 from jamp._loss_scaling.scaler import GradScaler, ScalerState
 from jamp._tracing.locations import users_level
-from jamp.pallas_kernels import unscale_and_check
+from jamp.pallas_kernels import all_finite, unscale_and_check
 
 
 class DynamicLossScalingState(NamedTuple):
@@ -74,7 +74,8 @@ def dynamic_loss_scaling(
 
     Returns:
       An optimizer whose state is a `DynamicLossScalingState`. Its update passes further
-      arguments on; one named `grad` is unscaled first.
+      arguments on; one named `grad` is unscaled first, and gradients of a function have
+      to be.
 
     Raises:
       ScalerError: `init` got float16 parameters, or `update` float16 gradients; or, at
@@ -159,9 +160,7 @@ class _LossScaling:
         if "grad" in extra_args:
             unscaled, too = self._unscale(state.scaler_state, extra_args["grad"])
             extra_args["grad"], found = unscaled, found | too
-        if self.axis_name is not None and self.scaler.enabled:
-            found = arguments.on_any_shard(found, self.axis_name)
-        found = found | state.overflowed
+        found = self._anywhere(found) | state.overflowed
         grads = arguments.taken(found, grads)
         if "grad" in extra_args:
             extra_args["grad"] = arguments.taken(found, extra_args["grad"])
@@ -182,6 +181,8 @@ class _LossScaling:
             ) from error
         ended, unstepped = _end(state.inner_state, inner_state)
         if self.scaler.enabled:
+            if arguments.takes_gradients(extra_args):
+                found = found | self._anywhere(~all_finite(updates))
             zeros = jax.tree.map(jnp.zeros_like, updates)
             updates, inner_state = select(
                 found & ended, (zeros, unstepped), (updates, inner_state)
@@ -196,6 +197,12 @@ class _LossScaling:
         return updates, DynamicLossScalingState(
             *counters, overflowed=found & ~ended, inner_state=inner_state
         )
+
+    def _anywhere(self, flag: jax.Array) -> jax.Array:
+        """Whether a flag is set here, or on another of the shards."""
+        if self.axis_name is None or not self.scaler.enabled:
+            return flag
+        return arguments.on_any_shard(flag, self.axis_name)
 
     def _unscale(self, state: ScalerState, grads: Any) -> tuple[Any, jax.Array]:
         if self.scaler.enabled:
