@@ -110,7 +110,8 @@ class GradScaler:
         stays there.
       max_scale: the scale never grows above it; None for float32's range.
       hysteresis: back off only after so many overflows in a row, as apex does, and
-        DeepSpeed with `consecutive_hysteresis`; each of them skips its step.
+        DeepSpeed with `consecutive_hysteresis`; each of them skips its step. A count
+        that starts anew only when the scale grows, as Megatron's, is not offered.
 
     Raises:
       ScalerError: a value out of range.
