@@ -4,7 +4,17 @@ import functools
 import threading
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
-from typing import Any, Never, ParamSpec, TypedDict, TypeVar, Unpack, cast, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Never,
+    ParamSpec,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    cast,
+    overload,
+)
 
 import jax
 import numpy as np
@@ -184,6 +194,19 @@ class _WithParentheses:
 
     def __reduce__(self) -> str:
         return self._fn.__name__
+
+    def __repr__(self) -> str:
+        return repr(self._fn)
+
+    if not TYPE_CHECKING:
+        # For help() and inspect it is the function.
+
+        @property
+        def __class__(self):
+            return type(self._fn)
+
+        def __getattr__(self, name):
+            return getattr(self._fn, name)
 
     def __enter__(self) -> Never:
         name = self._fn.__name__

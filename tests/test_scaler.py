@@ -197,6 +197,15 @@ def test_one_flag_of_several_is_enough(flags, found):
         assert float(update(scaler.init(), flags).scale) == (4.0 if found else 8.0)
 
 
+@pytest.mark.parametrize("kind", [float, jnp.float32])
+def test_a_new_scale_is_brought_into_the_bounds(kind):
+    scaler = GradScaler(init_scale=8.0, min_scale=2.0, max_scale=32.0)
+    for given, expected in ((1.0, 2.0), (2.0, 2.0), (5.0, 5.0), (64.0, 32.0)):
+        assert scaler.update(scaler.init(), new_scale=kind(given)).scale == expected
+    unbounded = GradScaler(min_scale=None)
+    assert unbounded.update(unbounded.init(), new_scale=kind(1e-30)).scale == 1e-30
+
+
 @pytest.mark.parametrize("new_scale", [3.0, 3, np.float32(3), jnp.array(3.0)])
 def test_a_new_scale_leaves_the_counters(new_scale):
     scaler = GradScaler(growth_interval=10, hysteresis=4)

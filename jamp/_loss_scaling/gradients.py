@@ -22,6 +22,10 @@ from jamp._tracing.checks import check_function, is_array, wrong_argnums
 
 if TYPE_CHECKING:
     from flax import nnx
+else:
+
+    class nnx:  # for whoever reads the annotations; Flax need not be installed
+        DiffState = Any
 
 
 def value_and_grad(

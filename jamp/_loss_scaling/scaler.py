@@ -230,9 +230,9 @@ class GradScaler:
         Args:
           state: the state before.
           found_inf: what `unscale` found, a bool[] or a pytree of several.
-          new_scale: a scale to set instead; the counters stay as they are. Where a
-            JAX array is not positive and finite, which is known too late for an error,
-            the scale stays as it is too.
+          new_scale: a scale to set instead, brought into the scaler's bounds; the
+            counters stay as they are. Where a JAX array is not positive and finite,
+            which is known too late for an error, the scale stays as it is too.
 
         Raises:
           ScalerError: neither is given, or a new scale is not positive and finite.
@@ -242,7 +242,9 @@ class GradScaler:
         if not self.enabled:
             return state
         if new_scale is not None:
-            return state._replace(scale=arguments.new_scale_of(state.scale, new_scale))
+            given = arguments.new_scale_of(state.scale, new_scale)
+            scale = jnp.clip(given, self.min_scale, self.max_scale)
+            return state._replace(scale=scale)
         found = any_of(found_inf, "update")
         overflows = jnp.minimum(state.hysteresis_tracker + 1, self.hysteresis)
         backs_off = found & (overflows >= self.hysteresis)

@@ -35,7 +35,7 @@ class DynamicLossScalingState(NamedTuple):
     skipped_steps: jax.Array
     total_steps: jax.Array
     overflowed: jax.Array
-    inner_state: optax.OptState
+    inner_state: Any
 
 
 def dynamic_loss_scaling(
