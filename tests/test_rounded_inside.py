@@ -64,6 +64,29 @@ def test_a_row_holds_its_largest_number(form, device_type):
     assert jamp.autocast(holds, device_type=device_type)(A, B, jnp.float32(100)).all()
 
 
+MASK = jnp.asarray(RNG.random((16, 32)) > 0.3)
+MASKED = {
+    "by a sum": lambda h: h + jnp.where(MASK, 0.0, -1e4),
+    "by a difference": lambda h: h - jnp.where(MASK, 0.0, jnp.inf),
+}
+
+
+@DEVICES
+@pytest.mark.parametrize("form", MASKED)
+def test_masked_probabilities_are_those_of_what_the_mask_leaves(form, device_type):
+    @functools.partial(jamp.autocast, device_type=device_type)
+    def holds(a, b, scale):
+        h = logits(a, b, scale)
+        masked = MASKED[form](h)
+        found = (h >= lax.map(jnp.max, masked)[:, None]) & MASK
+        log_sum = lax.map(jax.nn.logsumexp, masked)
+        return found.any(-1), jnp.where(MASK, jnp.exp(h - log_sum[:, None]), 0).sum(-1)
+
+    found, total = holds(A, B, jnp.float32(100))
+    assert found.all()
+    np.testing.assert_allclose(total, 1, atol=1e-3)
+
+
 @DEVICES
 def test_probabilities_add_up_to_one_where_their_sum_was_taken_inside(device_type):
     @functools.partial(jamp.autocast, device_type=device_type)

@@ -41,6 +41,7 @@ class Kind(NamedTuple):
     compares: bool  # whether its results are none of 16 bits that it takes
     orders: bool = False  # whether they say which of these are the largest
     view: bool = False  # whether calls in float32 that read its result do it themselves
+    masks: bool = False  # whether it does so by a number or by an array of several
 
 
 def is_float32_function(action: Action) -> bool:
@@ -78,7 +79,7 @@ def _kind(action: Action) -> Kind | None:
     promotes = action.caster.record.ruling.rule is Rule.PROMOTE
     if low[0] and isinstance(action, Bind) and not promotes:
         return None
-    scales = isinstance(action, Bind) and _scales_low(action)
+    scales = isinstance(action, Bind) and _scales_low(action, _is_number)
     # Computed again with its readers, it would have GPUs move more bytes.
     again = isinstance(action, Structural) and action.device_type == "cpu"
     widens = again and action.results[0].dtype == FLOAT32
@@ -90,15 +91,23 @@ def _kind(action: Action) -> Kind | None:
         scales,
         compares=takes_low and not low[0] and not widens,
         view=not low[0] and (scales or names == {"broadcast_in_dim"}),
+        masks=isinstance(action, Bind) and _scales_low(action, _is_of_numbers),
     )
 
 
-def _scales_low(action: Bind) -> bool:
+def _scales_low(action: Bind, known: Callable[[Value], bool]) -> bool:
     name = action.eqn.primitive.name
     values = action.operands[1:] if name == "div" else action.operands
-    known = any(value.constant is not None for value in values)
     low = any(value.low for value in action.read)
-    return name in _primitives.SCALING and known and low
+    return name in _primitives.SCALING and any(map(known, values)) and low
+
+
+def _is_number(value: Value) -> bool:
+    return value.constant is not None
+
+
+def _is_of_numbers(value: Value) -> bool:
+    return value.follows
 
 
 class Readers:
@@ -116,7 +125,7 @@ class Readers:
             plan.results[place].number: {} for place in results.wide
         }
         # What programs that run apart, as those of loops and branches, read in 16 bits,
-        # moved or scaled: what they make of it is compared with it, or cancels.
+        # moved, scaled or masked: what they make of it is compared with it, or cancels.
         self.inside = {plan.results[place].number for place in results.inside}
         # Elementwise actions whose results only readers in float32 have.
         self.unrounded: set[Action] = set()
@@ -180,7 +189,7 @@ class Readers:
     def _add_equation(self, action: Bind | Structural, lows: set[int]) -> None:
         found = self.kind(action)
         made = {value.number for value in action.results}
-        same = found is not None and (found.exact or found.moves or found.scales)
+        same = found is not None and (found.exact or found.moves or found.masks)
         if same and made & self.inside:
             self.inside |= lows
             self.low |= lows
