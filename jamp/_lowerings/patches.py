@@ -7,17 +7,18 @@ some pictures at a time, so that they stay in the cache.
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jamp._dtypes import BFLOAT16, FLOAT32, DType
 from jamp._lowerings.product import multiply_on_cpu
-from jamp._lowerings.releases import CONVERTS_STACKS
+from jamp._lowerings.releases import CONVERTS_STACKS, KEEPS_BARRIERS
 
 # Of more, patches leave the cache before they are read; of fewer, a loop takes longer.
 _MOST_BYTES = 8 * 2**20
@@ -184,16 +185,7 @@ def _of_windows(
     Patches are stacked slices, one for each place in the window.
     """
     (batch, feature, *_), _, out_spec = shape.dimension_numbers
-    taken = []
-    for places in itertools.product(*(range(len(of.features)) for of in steps)):
-        spans = [
-            (of.dim, place * of.dilation, of.size, of.stride)
-            for of, place in zip(steps, places, strict=True)
-        ]
-        if steps:
-            spans.append((feature, 0, steps[-1].features[places[-1]], 1))
-        taken.append(_sliced(lhs, spans))
-    patches = from_bits(lax.concatenate(taken, feature))
+    patches = from_bits(lax.concatenate(_slices(lhs, feature, steps), feature))
     numbers: Any = ((feature,), (0,)), ((), ())
     result = multiply_on_cpu(patches, weights, numbers, to)
     kept = [batch, *(of.dim for of in steps)]
@@ -241,14 +233,13 @@ def _of_places(
     batch, feature, *spatial = lhs_spec
     lhs = _padded(lhs, shape)
     windows = [rhs.shape[d] for d in window]
-    strides = shape.window_strides
-    starts = (range(0, n * step, step) for n, step in zip(outs, strides, strict=True))
-    taken = [
-        _sliced(lhs, zip(spatial, start, windows, shape.rhs_dilation, strict=True))
-        for start in itertools.product(*starts)
+    features = [[lhs.shape[feature]] * count for count in outs]
+    strides = shape.rhs_dilation, shape.window_strides
+    steps = [
+        Steps(*of) for of in zip(spatial, windows, *strides, features, strict=True)
     ]
     at = max(batch, feature)
-    patches = from_bits(jnp.stack(taken, at))
+    patches = from_bits(jnp.stack(_slices(lhs, feature, steps), at))
     # Where the dimensions of the pictures are now.
     batch, feature, *spatial = (d + (d >= at) for d in lhs_spec)
     numbers: Any = ((feature, *spatial), (into, *window)), ((), ())
@@ -262,12 +253,39 @@ def _of_places(
     return lax.transpose(result, [order[out_spec.index(d)] for d in range(lhs.ndim)])
 
 
-def _sliced(lhs: Any, spans: Iterable[tuple[int, int, int, int]]) -> Any:
-    """So many elements of some dimensions, from a first one on, in steps."""
-    first, last, step = [0] * lhs.ndim, list(lhs.shape), [1] * lhs.ndim
-    for d, start, size, stride in spans:
-        first[d], last[d], step[d] = start, start + (size - 1) * stride + 1, stride
-    return lax.slice(lhs, first, last, step)
+def _slices(lhs: Any, feature: int, steps: Sequence[Steps]) -> list[Any]:
+    """One slice for each combination of places in some dimensions."""
+    places = [range(len(of.features)) for of in steps]
+    starts = [[at * of.dilation for at in range(len(of.features))] for of in steps]
+    lhs, starts = _hidden(lhs, starts)
+    slices = []
+    for place in itertools.product(*places):
+        sizes, strides = [*lhs.shape], [1] * lhs.ndim
+        first: list[Any] = [np.uint32(0)] * lhs.ndim
+        for of, start, at in zip(steps, starts, place, strict=True):
+            first[of.dim], strides[of.dim] = start[at], of.stride
+            sizes[of.dim] = (of.size - 1) * of.stride + 1
+            sizes[feature] = of.features[at]
+        taken = lax.dynamic_slice(lhs, first, sizes)
+        if max(strides) > 1:
+            taken = lax.slice(taken, [0] * lhs.ndim, sizes, strides)
+        slices.append(taken)
+    return slices
+
+
+def _hidden(lhs: Any, starts: Sequence[Sequence[int]]) -> tuple[Any, Any]:
+    """Pictures and the starts of slices of each dimension, behind a barrier.
+
+    Of slices whose starts it knows, XLA compiles a kernel each. Behind the barrier it
+    still sees which are equal: those of different dimensions never are. With the starts
+    are the pictures, or they would be padded in each slice.
+    """
+    if math.prod(map(len, starts)) == 1 or not KEEPS_BARRIERS:
+        return lhs, [[np.uint32(start) for start in of] for of in starts]
+    numbers = [[np.uint32(d << 24 | s) for s in of] for d, of in enumerate(starts, 1)]
+    lhs, numbers = lax.optimization_barrier((lhs, numbers))
+    low = np.uint32(2**24 - 1)
+    return lhs, [[lax.bitwise_and(number, low) for number in of] for of in numbers]
 
 
 def merged(stacked: Any, dims: Sequence[int], *, minor: bool = False) -> Any:
