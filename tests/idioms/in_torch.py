@@ -25,7 +25,8 @@ WITHOUT = frozenset(
     dynamic_slices_of_a_sequence average_pool repeat_many_times sinusoids_vaswani
     sinusoids_by_matmul rotary_by_tensordot rotary_by_numpy_positions
     rotary_in_two_dimensions noised_sample time_to_vector
-    diagonal_state_space_in_parallel
+    diagonal_state_space_in_parallel divergence_of_bernoullis
+    relative_entropy_of_classes
     """.split()
 )
 
