@@ -60,6 +60,17 @@ def test_state_keeps_the_dtypes_that_it_has(way):
     near(nnx.state(model), nnx.state(expected))
 
 
+def test_hijax_variables_may_be_read_under_jit():
+    def fn(layer, x):
+        return x @ layer.kernel[...] + layer.bias[...]
+
+    with nnx.var_defaults(hijax=True):
+        layer = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    actual = jax.jit(gpu(fn))(layer, X)
+    assert actual.dtype == jnp.float16
+    near(actual.astype(jnp.float32), fn(layer, X))
+
+
 def test_state_that_products_computed_is_the_carry_of_a_scan():
     def epoch(model, of):
         def step(model, x):

@@ -150,6 +150,8 @@ def _known(number: int) -> int:
 
 
 def _parts(nnx: Any, node: Any) -> _Parts:
+    if isinstance(node, jax.core.Tracer):
+        return {}  # a hijax variable under jax.jit, which is changed in place
     if isinstance(node, nnx.Variable):
         held = {_VALUE: node.get_raw_value(), **node.get_metadata()}
     else:
