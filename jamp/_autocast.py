@@ -30,7 +30,7 @@ from jamp._policy.policy import Policy
 from jamp._tracing import nnx_modules, regions
 from jamp._tracing.checks import check_function, is_array, looks_for_nans, signature
 from jamp._tracing.regions import Arguments, Options
-from jamp._tracing.trace import in_functions, trace
+from jamp._tracing.trace import copied_names, in_functions, trace
 
 # How many programs a function keeps for its eager calls.
 _PROGRAMS = 128
@@ -139,9 +139,8 @@ class Autocast:
             raise AutocastTypeError("autocast takes a function, got an autocast")
         eager_programs = _Programs()
 
-        # Not the attributes: a module is callable and full of them.
         @api_boundary
-        @functools.wraps(fn, updated=())
+        @functools.wraps(fn, copied_names(fn), updated=())
         def under_autocast(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             options = self._arguments.options()
             if options.enabled and options.device_type == "cpu":

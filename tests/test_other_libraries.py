@@ -60,6 +60,30 @@ def test_an_equinox_module_computes_in_16_bits(mlp, call):
     near(run(mlp).astype(jnp.float32), batched(mlp, X))
 
 
+NAMELESS_CALLS = {
+    "autocast": lambda loss: gpu(loss)(X),
+    "value_and_grad": lambda loss: jamp.value_and_grad(loss)(
+        jamp.GradScaler(init_scale=1.0).init(), X
+    )[0],
+}
+
+
+@pytest.mark.parametrize("call", NAMELESS_CALLS)
+def test_an_equinox_module_whose_name_is_lost_may_be_the_function(eqx, mlp, call):
+    class Loss(eqx.Module):
+        mlp: eqx.nn.MLP
+        power: int = 2  # with a default, and not set: its name is no string in a jit
+
+        def __init__(self):
+            self.mlp = mlp
+
+        def __call__(self, x):
+            return jnp.mean(batched(self.mlp, x) ** self.power)
+
+    found = eqx.filter_jit(NAMELESS_CALLS[call])(Loss())
+    near(found.astype(jnp.float32), Loss()(X))
+
+
 def test_an_equinox_module_as_a_result_is_a_module(eqx, mlp):
     halved = gpu(lambda model: jax.tree.map(_half, model))(mlp)
     assert isinstance(halved, eqx.nn.MLP)

@@ -19,6 +19,7 @@ from jamp._loss_scaling.arguments import instances, is_number, scaled
 from jamp._loss_scaling.transformation import find_scale
 from jamp._tracing import nnx_modules
 from jamp._tracing.checks import check_function, is_array, wrong_argnums
+from jamp._tracing.trace import copied_names
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -61,13 +62,13 @@ def value_and_grad(
     """
     numbers = _checked_numbers(loss_fn, argnums, inputs)
 
-    @functools.wraps(loss_fn)
+    @functools.wraps(loss_fn, copied_names(loss_fn), updated=())
     def scaled_value_and_grad(
         opt_state: Any, /, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
         scale = _one_scale(opt_state)
 
-        @functools.wraps(loss_fn)
+        @functools.wraps(loss_fn, copied_names(loss_fn), updated=())
         def with_scale(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
             value = loss_fn(*args, **kwargs)
             loss = _loss_in(value, has_aux, options.get("holomorphic", False))

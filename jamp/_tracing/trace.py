@@ -53,10 +53,20 @@ def _positions(leaves: Sequence[Any]) -> list[int]:
     return [position for position, leaf in enumerate(leaves) if is_array(leaf)]
 
 
+def copied_names(fn: Any) -> Sequence[str]:
+    """The names, for `functools.wraps`, of what is copied from a callable object too.
+
+    Those of attributes are not among them: a module is full of these.
+    """
+    # An equinox module that JAX has put together may have a name that is no string.
+    named = isinstance(getattr(fn, "__name__", ""), str)
+    return functools.WRAPPER_ASSIGNMENTS if named else ()
+
+
 def pass_for(fn: Callable[..., Any], stand_in: Any) -> None:
     """Lets JAX name a function, and its line, in errors about its stand-in."""
     signature = inspect.signature(stand_in)
-    named = fn if hasattr(fn, "__name__") else type(fn).__call__
+    named = fn if isinstance(getattr(fn, "__name__", None), str) else type(fn).__call__
     functools.update_wrapper(stand_in, named, updated=())
     stand_in.__signature__ = signature
 
