@@ -29,6 +29,7 @@ SQUARE = np.eye(4, dtype=np.float32)
 LABELS = np.zeros(4, np.int32)
 CARRY = _ones(4, 6)
 _PIVOTS = np.arange(4, dtype=np.int32)
+_KEY = np.zeros(2, np.uint32)
 _LOGITS = (_ones(2, 10, 6), _ones(2, 10), np.ones((2, 4), np.int32), _ones(2, 4))
 
 
@@ -107,6 +108,14 @@ _PLAIN: list[tuple[tuple[Any, ...], str]] = [
         optax.losses.softmax_cross_entropy_with_integer_labels
         """,
     ),
+    (
+        (_KEY,),
+        """
+        jax.random.cauchy jax.random.exponential jax.random.gumbel jax.random.laplace
+        jax.random.logistic jax.random.maxwell jax.random.normal
+        """,
+    ),
+    ((_KEY, -1.0, 1.0), "jax.random.truncated_normal"),
     (_LOGITS, "optax.losses.ctc_loss optax.losses.ctc_loss_with_forward_probs"),
 ]
 

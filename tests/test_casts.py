@@ -233,6 +233,26 @@ def test_random_keys_pass_and_draw_the_same_numbers():
     assert gpu(lambda key: key)(key).dtype == key.dtype
 
 
+RANDOM = "cauchy exponential gumbel laplace logistic maxwell normal uniform".split()
+
+
+def test_random_numbers_are_those_that_were_asked_for():
+    def draws(key):
+        return [
+            draw(key, shape=(3,), dtype=dtype)
+            for draw in (
+                *(getattr(jax.random, name) for name in RANDOM),
+                lambda key, **kinds: jax.random.truncated_normal(key, -1, 1, **kinds),
+            )
+            for dtype in (jnp.float16, jnp.bfloat16, jnp.float32)
+        ]
+
+    key = jax.random.key(0)
+    for actual, expected in zip(gpu(draws)(key), draws(key), strict=True):
+        assert actual.dtype == expected.dtype
+        np.testing.assert_array_equal(actual, expected)
+
+
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16])
 def test_other_narrow_types_are_cast_to_the_dtype_in_force(dtype):
     x = x44.astype(dtype)
