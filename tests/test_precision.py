@@ -5,7 +5,9 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import linen, nnx
 from jaxprs import equations, matmul_dtypes, traced
 
 import jamp
@@ -97,3 +99,23 @@ def test_the_configured_precision_does_not_keep_a_lowered_function():
     fn = jamp.autocast(lambda x: layer(x, x), policy=policy)
     assert matmul_dtypes(traced(fn, x44)) == [LOW_PAIR]
     assert fn(x44).dtype == jnp.float16
+
+
+WIDE_LAYERS = {
+    "linen": lambda **kinds: linen.Einsum((4, 4), "ij,jk->ik", False, **kinds).bind(
+        {"params": {"kernel": x44 / 3}}
+    ),
+    "nnx": lambda **kinds: nnx.Einsum(
+        "ij,jk->ik", (4, 4), None, rngs=nnx.Rngs(0), **kinds
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("library", WIDE_LAYERS)
+def test_a_result_wider_than_a_layers_16_bits_is_kept(library, dtype):
+    layer = WIDE_LAYERS[library](dtype=dtype, preferred_element_type=jnp.float32)
+    run = gpu(lambda x: layer(x), dtype=dtype)
+    actual = jax.jit(run)(x44)
+    assert actual.dtype == jnp.float32
+    np.testing.assert_array_equal(actual, layer(x44))

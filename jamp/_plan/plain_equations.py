@@ -193,7 +193,7 @@ def cast_and_bind(equation: Equation, dtypes: Dtypes) -> list[Value]:
     lowers = caster.record.ruling.rule is Rule.LOWER
     changed = used != traced or (lowers and has_own_product(eqn.primitive.name, used))
     plan.changed |= changed
-    weights = _weights(equation, used)
+    weights = _weights(equation, used) if changed else {}
     taken, lowered = [*cast, *weights.values()], used if changed else None
     plan.actions.append(
         Bind(taken, results, caster, eqn, lowered, operands, tuple(weights))
