@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.linen import fp8_ops
 from jax.custom_derivatives import SymbolicZero
 from tables import check_each
 
@@ -224,3 +225,25 @@ def test_a_rule_may_give_a_tangent_of_zero(name, within):
     np.testing.assert_allclose(found, wanted, rtol=0.02)
     _, tangent = jax.jvp(jamp.autocast(loss, dtype=jnp.bfloat16), (x,), (x,))
     np.testing.assert_allclose(tangent, jnp.sum(wanted * x), rtol=0.02)
+
+
+@pytest.mark.parametrize("length", [0, 3])
+def test_operands_of_an_extended_dtype_have_the_gradients_of_the_rule(length):
+    """Those of Flax's fp8 are scales and histories, which take the place of the old."""
+
+    def quantized(x, scale, history):
+        kept = [a.astype(fp8_ops.fp32_max_grad) for a in (scale, history)]
+
+        def step(x, _):
+            return fp8_ops.in_qdq(jnp.float32, jnp.float8_e4m3fn, x, *kept), None
+
+        x, _ = jax.lax.scan(step, x, None, length) if length else step(x, None)
+        return jnp.sum(x**2)
+
+    arguments = jnp.array([1.5, -2.0]), jnp.ones(1), jnp.zeros(3)
+    by_autocast = jamp.autocast(quantized, device_type="gpu")
+    actual, wanted = (
+        jax.grad(f, (0, 1, 2))(*arguments) for f in (by_autocast, quantized)
+    )
+    for x, y in zip(actual, wanted, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-3)

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
-from jamp import _dtypes
 from jamp._equations import bind
 from jamp._tracing.casts import make_jaxpr
 from jamp._tracing.regions import Options
@@ -21,10 +20,13 @@ from jamp._tracing.trace import with_arrays
 
 
 def differentiable(eqn: JaxprEqn) -> list[int]:
-    """Operands of an equation that have tangents."""
-    dtypes = map(_dtypes.dtype_of, eqn.invars)
+    """Operands of an equation that have tangents, as those of extended dtypes may."""
+    tangents = (var.aval.to_tangent_aval() for var in eqn.invars)
+    none = (None, jax.dtypes.float0)
     return [
-        slot for slot, d in enumerate(dtypes) if jax.numpy.issubdtype(d, np.inexact)
+        slot
+        for slot, aval in enumerate(tangents)
+        if getattr(aval, "dtype", None) not in none
     ]
 
 
