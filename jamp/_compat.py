@@ -45,7 +45,11 @@ from jax._src.lax import lax as _lax
 # A name stack is public, but the scopes in it are not, and its text joins them with the
 # names of transformations.
 from jax._src.source_info_util import Scope as _Scope
+
+# Nothing public ends a `user_context` inside of another.
+from jax._src.source_info_util import _source_info_context
 from jax.extend.core import JaxprEqn, Primitive
+from jax.extend.source_info_util import new_source_info
 from jax.interpreters.partial_eval import DynamicJaxprTracer
 
 _traceback_util.register_exclusion(os.path.dirname(__file__))
@@ -118,6 +122,22 @@ def frames(eqn: JaxprEqn) -> Frames:
     # `jax.extend` gives lines of text; only code objects tell functions apart.
     found: Frames = ((), ()) if traceback is None else traceback.raw_frames()
     return found
+
+
+@contextmanager
+def own_frames() -> Iterator[None]:
+    """What is traced inside has the frames that emit it.
+
+    Where JAX, or jamp, runs an equation, all that is traced has those of the equation.
+    """
+    outer = _source_info_context.context
+    _source_info_context.context = new_source_info().replace(
+        name_stack=outer.name_stack
+    )
+    try:
+        yield
+    finally:
+        _source_info_context.context = outer
 
 
 def scope_names(name_stack: Any) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental.xla_metadata import set_xla_metadata
+from jax.extend.source_info_util import user_context
 
 from jamp import _compat
 
@@ -79,6 +80,24 @@ def test_a_differentiated_array_is_not_only_staged():
     jax.make_jaxpr(noted)(1.0)
     jax.grad(noted)(1.0)
     assert found == [True, False], "equations of derivatives would not be shared"
+
+
+def test_what_is_traced_while_an_equation_runs_can_have_frames_of_its_own():
+    def has_its_own():
+        def cosine(x):
+            return jnp.cos(x)
+
+        (eqn,) = equations(cosine, 1.0)
+        return cosine.__code__ in _compat.frames(eqn)[0]
+
+    (running,) = equations(sine, 1.0)
+    with user_context(running.source_info.traceback):
+        assert not has_its_own()
+        with _compat.own_frames():
+            assert has_its_own(), (
+                "listed functions in rules for derivatives would not be recognised"
+            )
+        assert not has_its_own()
 
 
 def test_frames_inside_a_jitted_function_are_kept():

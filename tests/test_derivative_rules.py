@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax.linen import fp8_ops
 from jax.custom_derivatives import SymbolicZero
+from jaxprs import operand_dtypes, traced
 from tables import check_each
 
 import jamp
@@ -247,3 +248,61 @@ def test_operands_of_an_extended_dtype_have_the_gradients_of_the_rule(length):
     )
     for x, y in zip(actual, wanted, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-3)
+
+
+def listed(x, w):
+    return x @ w
+
+
+def widened(x, w):
+    return jnp.sin(x.astype(jnp.float32) * w)
+
+
+def as_it_comes(x, w):
+    return jnp.sin(x * w)
+
+
+def in_forward(helper):
+    f = jax.custom_vjp(lambda x, w: x)
+    f.defvjp(lambda x, w: (helper(x, w).astype(x.dtype), w), lambda w, g: (g, w))
+    return f
+
+
+def in_backward(helper):
+    f = jax.custom_vjp(lambda x, w: x)
+    f.defvjp(lambda x, w: (x, w), lambda w, g: (helper(g, w).astype(g.dtype), w))
+    return f
+
+
+def in_jvp(helper):
+    f = jax.custom_jvp(lambda x, w: x)
+
+    @f.defjvp
+    def _(primals, tangents):
+        x, w = primals
+        return x, tangents[0] * helper(x, w).astype(x.dtype)
+
+    return f
+
+
+RULES = {"forward": in_forward, "backward": in_backward, "jvp": in_jvp}
+
+
+@pytest.mark.parametrize("within", [lambda fn: fn, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("rule", RULES)
+def test_functions_and_casts_in_a_rule_are_known_as_outside(rule, within):
+    policy = jamp.Policy.load("gpu").with_rules(float32=[listed])
+
+    def operands(helper, dtype, primitive):
+        fn = within(jamp.autocast(RULES[rule](helper), policy=policy))
+        x = X.astype(dtype)
+
+        def gradient(x, w):
+            return jax.vjp(fn, x, w)[1](jnp.ones_like(fn(x, w)))
+
+        return set(operand_dtypes(traced(gradient, x, x), primitive))
+
+    assert operands(listed, "float32", "dot_general") == {("float32", "float32")}
+    assert operands(jnp.matmul, "float32", "dot_general") == {("float16", "float16")}
+    assert operands(widened, "bfloat16", "sin") == {("float32",)}
+    assert operands(as_it_comes, "bfloat16", "sin") == {("bfloat16",)}

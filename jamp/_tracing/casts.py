@@ -12,7 +12,7 @@ import jax
 from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes
-from jamp._compat import seeing_casts
+from jamp._compat import own_frames, seeing_casts
 from jamp._equations import replaced
 from jamp._tracing import regions
 from jamp._tracing.locations import is_users
@@ -26,7 +26,7 @@ def make_jaxpr(fn: Callable[..., Any], options: regions.Options) -> Callable[...
     """Like `jax.make_jaxpr`, with options in force."""
 
     def traced(*args: Any, **kwargs: Any) -> Any:
-        with regions.tracing(options), seeing_casts(_marked):
+        with regions.tracing(options), seeing_casts(_marked), own_frames():
             program = jax.make_jaxpr(fn)(*args, **kwargs)
         return replaced(program, _is_mark, _as_cast, {})
 
