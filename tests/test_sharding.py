@@ -289,6 +289,27 @@ def test_shardings_in_types_reach_the_gradient():
     assert_placed_alike(jax.jit(jax.grad(total))(arguments), arguments)
 
 
+def broadcast_over_rows(x):
+    spec = jax.typeof(x).sharding.spec
+    return lax.broadcast(x * 2, (8,), out_sharding=P("i", *spec))
+
+
+@pytest.mark.parametrize("derivative", [jax.jacfwd, jax.jacrev])
+def test_derivatives_inside_have_the_shardings_of_their_primals(derivative):
+    def fn(x):
+        return derivative(jax.jit(broadcast_over_rows))(x)
+
+    with jax.set_mesh(grid(AxisType.Explicit)):
+        x = jax.device_put(jnp.arange(8.0), P("j"))
+        program, plain = traced(cast(fn, "gpu"), x), traced(fn, x)
+        actual, expected = cast(fn, "gpu")(x), fn(x)
+    for found in (program, plain):
+        for call in (eqn for eqn in found.eqns if eqn.primitive.name == "jit"):
+            taken = [var.aval.sharding for var in call.invars]
+            assert taken == [aval.sharding for aval in call.params["jaxpr"].in_avals]
+    np.testing.assert_array_equal(actual, expected)
+
+
 def test_a_second_mesh_is_another_signature():
     fn = cast(lambda x, w: lax.with_sharding_constraint(x @ w, P("i")), "gpu")
     arguments = programs.rows()

@@ -39,6 +39,7 @@ from jamp._policy.functions import Function
 from jamp._policy.policy import Policy
 from jamp._policy.rules import RECIPROCAL, Rule
 from jamp._tracing import locations
+from jamp._tracing.casts import is_reshard
 from jamp._tracing.regions import Options, Scope
 
 
@@ -226,7 +227,7 @@ class _Planner:
         env.plan.records.append(record)
         env.plan.changed |= bool(unsafe)
         name = eqn.primitive.name
-        converts = name == "convert_element_type"
+        converts = name == "convert_element_type" and not is_reshard(eqn)
         rule: StructuralRule = plan_convert if converts else plan_plain
         if name in STRUCTURAL:
             rule = STRUCTURAL[name]

@@ -69,3 +69,10 @@ def is_kept_cast(eqn: JaxprEqn) -> bool:
     taken: Any = eqn.invars[0].aval
     is_float32 = taken.dtype == _dtypes.FLOAT32 and not taken.weak_type
     return is_float32 and eqn.params == _CONVERSION
+
+
+def is_reshard(eqn: JaxprEqn) -> bool:
+    """Whether a conversion, of JAX's own, gives an array another sharding."""
+    before: Any = eqn.invars[0].aval
+    after: Any = eqn.outvars[0].aval
+    return bool(before.sharding != after.sharding)
