@@ -310,6 +310,33 @@ def test_derivatives_inside_have_the_shardings_of_their_primals(derivative):
     np.testing.assert_array_equal(actual, expected)
 
 
+def over_rows(fn):
+    return jax.shard_map(fn, in_specs=(P("i"), P()), out_specs=P("i"))
+
+
+@pytest.mark.parametrize("inside", [lambda f: f, lambda f: jax.vmap(f, (0, None))])
+def test_an_eager_shard_map_runs_derivative_rules(inside):
+    doubled = jax.custom_vjp(lambda x, w: jnp.sin(x) @ w)
+    doubled.defvjp(
+        lambda x, w: (doubled(x, w), (x, w)),
+        lambda kept, g: (2 * jnp.cos(kept[0]) * (g @ kept[1].T), None),
+    )
+    x, w = normal(8, 4), normal(4, 4)
+    with jax.set_mesh(mesh()):
+
+        def gradient(fn):
+            def total(x, w):
+                return jnp.sum(inside(fn)(x, w).astype(jnp.float32))
+
+            return over_rows(jax.grad(total))(x, w)
+
+        actual, expected = over_rows(inside(cast(doubled, "gpu")))(x, w), doubled(x, w)
+        gradients = gradient(cast(doubled, "gpu")), gradient(doubled)
+    assert actual.dtype == jnp.float16
+    assert error(actual, expected) < TOLERANCE["gpu"]
+    assert error(*gradients) < TOLERANCE["gpu"]
+
+
 def test_a_second_mesh_is_another_signature():
     fn = cast(lambda x, w: lax.with_sharding_constraint(x @ w, P("i")), "gpu")
     arguments = programs.rows()

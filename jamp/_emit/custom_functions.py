@@ -73,15 +73,20 @@ def emit_custom_vjp(emitter: Emitter, action: Structural, arrays: Arrays) -> Arr
     (inner,), eqn, context = action.plans, action.eqn, action.context
     outs = len(inner.results)
     takes_zeros = eqn.params.get("symbolic_zeros", False)
+    # They tell what is perturbed of what it closes over, and are not for every place.
+    symbolic = takes_zeros or eqn.params.get("num_consts", 1) > 0
     region = context.region
     key = _rules_key(emitter, eqn, region)
     rules = emitter.once(key, partial(VjpRules, eqn, region))
 
     def fwd(*primals: Any) -> tuple[tuple[Any, ...], Any]:
-        slots = tuple(s for s in differentiable(eqn) if primals[s].perturbed)
+        slots = tuple(
+            s for s in differentiable(eqn) if not symbolic or primals[s].perturbed
+        )
         forward = _checked(eqn, rules.forward(slots))
         rule = _Rule(eqn, forward, _inputs(action), context, inner.dtypes)
-        results = rule.run(emitter, [primal.value for primal in primals])
+        taken = [primal.value for primal in primals] if symbolic else primals
+        results = rule.run(emitter, taken)
         return results[:outs], Partial(pullback_of(slots), results[outs:])
 
     @cache
@@ -110,7 +115,7 @@ def emit_custom_vjp(emitter: Emitter, action: Structural, arrays: Arrays) -> Arr
         return pullback(cotangents)
 
     function = jax.custom_vjp(_primal(emitter, action))
-    function.defvjp(fwd, bwd, symbolic_zeros=True)
+    function.defvjp(fwd, bwd, symbolic_zeros=symbolic)
     return list(function(*arrays))
 
 
