@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from constructs import remat, solvers
 from constructs._construct import square
-from constructs.derivatives import doubled_gradient, high_level
+from constructs.derivatives import HiPrimitive, doubled_gradient, high_level
 from constructs.loops import cond, scan, scan_reversed_and_unrolled
 from jax import lax
 from jaxprs import casts, equations, matmul_dtypes, primitives, traced
@@ -128,6 +128,37 @@ def test_a_call_is_reported_and_rewritten_inside(fn, name):
     assert name in [record.primitive for record in records]
     program = traced(gpu(fn), X, W)
     assert matmul_dtypes(program) == [("float16", "float16")] * 2
+
+
+class Half(HiPrimitive):
+    """Half of a product, which refuses to be differentiated forward."""
+
+    def __init__(self, x):
+        self.in_avals = (x,)
+        self.out_aval = x
+        self.params = {}
+        super().__init__()
+
+    def expand(self, x):
+        return x @ x / 2
+
+    def jvp(self, primals, tangents):
+        raise TypeError("backward alone")
+
+    def vjp_fwd(self, nonzero, x):
+        return self(x), x
+
+    def vjp_bwd_retval(self, x, g):
+        return ((g @ x.T + x.T @ g) / 2,)
+
+
+def test_a_high_level_primitive_may_refuse_to_be_differentiated_forward():
+    def loss(x):
+        return jnp.sum(Half(jax.typeof(x))(x).astype(jnp.float32))
+
+    actual, expected = (jax.grad(fn)(X) for fn in (gpu(loss), loss))
+    assert matmul_dtypes(traced(gpu(loss), X)) == [("float16", "float16")]
+    np.testing.assert_allclose(actual, expected, rtol=1e-2, atol=1e-2)
 
 
 def test_what_the_policy_does_not_know_is_reported():

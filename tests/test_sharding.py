@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from constructs import sharding as programs
+from constructs.derivatives import high_level
 from constructs.sharding import grid, mesh, normal
 from jax import P, lax
 from jax.sharding import AxisType, NamedSharding
@@ -310,8 +311,8 @@ def test_derivatives_inside_have_the_shardings_of_their_primals(derivative):
     np.testing.assert_array_equal(actual, expected)
 
 
-def over_rows(fn):
-    return jax.shard_map(fn, in_specs=(P("i"), P()), out_specs=P("i"))
+def over_rows(fn, **options):
+    return jax.shard_map(fn, in_specs=(P("i"), P()), out_specs=P("i"), **options)
 
 
 @pytest.mark.parametrize("inside", [lambda f: f, lambda f: jax.vmap(f, (0, None))])
@@ -335,6 +336,16 @@ def test_an_eager_shard_map_runs_derivative_rules(inside):
     assert actual.dtype == jnp.float16
     assert error(actual, expected) < TOLERANCE["gpu"]
     assert error(*gradients) < TOLERANCE["gpu"]
+
+
+def test_a_high_level_primitive_is_rewritten_on_an_explicit_mesh():
+    fn, on = over_rows(high_level, check_vma=False), mesh(AxisType.Explicit)
+    x, w = programs.placed(on, P("i"), P())
+    with jax.set_mesh(on):
+        program = traced(cast(fn, "gpu"), x, w)
+        actual, expected = jax.jit(cast(fn, "gpu"))(x, w), jax.jit(fn)(x, w)
+    assert matmul_dtypes(program) == [("float16", "float16")]
+    assert error(actual, expected) < TOLERANCE["gpu"]
 
 
 def test_a_second_mesh_is_another_signature():

@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 from jax.extend.linear_util import transformation2
 
-from jamp._compat import own_frames
+from jamp._compat import own_frames, settings
 from jamp._equations import bind
 from jamp._tracing.casts import make_jaxpr
 from jamp._tracing.regions import Options
@@ -44,7 +44,8 @@ def trace_jvp(
         return jax.jvp(function, [primals[slot] for slot in found], tangents)
 
     tangents = [avals[slot].to_tangent_aval() for slot in found]
-    return make_jaxpr(jvp, options)(avals, tangents)
+    with settings(eqn):
+        return make_jaxpr(jvp, options)(avals, tangents)
 
 
 class VjpRules:
@@ -82,7 +83,8 @@ class VjpRules:
             return outs, residuals
 
         avals = [var.aval for var in self._eqn.invars]
-        program = make_jaxpr(forward, self._options)(*avals)
+        with settings(self._eqn):
+            program = make_jaxpr(forward, self._options)(*avals)
         return program, trees[-1]
 
     def _trace_backward(self, slots: tuple[int, ...], zeros: tuple[bool, ...]) -> Any:
@@ -97,7 +99,8 @@ class VjpRules:
             return jax.tree.unflatten(tree, residuals)(cotangents)
 
         tangents = [aval.to_tangent_aval() for aval in avals[:count]]
-        return make_jaxpr(backward, self._options)(avals[count:], tangents)
+        with settings(self._eqn):
+            return make_jaxpr(backward, self._options)(avals[count:], tangents)
 
 
 def trace_rules(eqn: JaxprEqn, options: Options) -> tuple[Any, ...]:

@@ -11,9 +11,10 @@ from itertools import accumulate
 from typing import Any
 
 import jax
+from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes, _primitives
-from jamp._compat import scan_counts
+from jamp._compat import is_plain_array, scan_counts, settings
 from jamp._dtypes import FLOAT32
 from jamp._equations import closed, constants, nested
 from jamp._plan.derivative_rules import trace_jvp, trace_rules
@@ -280,28 +281,31 @@ def plan_hi_primitive(equation: Equation) -> list[Value]:
     It has them all only as it is. What it expands into has one of its derivative rules,
     and none for being transposed.
     """
-    primitive: Any = equation.eqn.primitive
-    avals = [var.aval for var in equation.eqn.invars]
-    expanded = make_jaxpr(
-        lambda *arrays: primitive.to_lojax(*arrays, **equation.eqn.params),
-        equation.context.region,
-    )(*avals)
+    eqn, region = equation.eqn, equation.context.region
+    if not all(is_plain_array(var.aval) for var in eqn.outvars):
+        return plan_as_traced(equation)
+    primitive: Any = eqn.primitive
+    expand = make_jaxpr(
+        lambda *arrays: primitive.to_lojax(*arrays, **eqn.params), region
+    )
+    with settings(eqn):
+        expanded = expand(*(var.aval for var in eqn.invars))
     inner = equation.inner(expanded, equation.operands)
-    if _gains_nothing(equation, expanded, inner):
+    if _gains_nothing(eqn, expanded, inner):
         return plan_as_traced(equation)
     kind = "custom_vjp_call"
-    with suppress(NotImplementedError):
-        trace_jvp(equation.eqn, equation.context.region)
+    with suppress(Exception):  # it has none, or none that works
+        trace_jvp(eqn, region)
         kind = "custom_jvp_call"
     return equation.calling(inner, kind=kind)
 
 
-def _gains_nothing(equation: Equation, program: Any, inner: Plan) -> bool:
+def _gains_nothing(eqn: JaxprEqn, program: Any, inner: Plan) -> bool:
     """Whether an equation may as well run as traced as by a program that it expands to.
 
     Its results have the same dtypes then, and no rule asks for 16 bits in it.
     """
-    traced = tuple(map(_dtypes.dtype_of, equation.eqn.outvars))
+    traced = tuple(map(_dtypes.dtype_of, eqn.outvars))
     lowers = any(r.ruling.rule is Rule.LOWER for r in with_inner(inner.records))
     return inner.dtypes == traced and not lowers and not holds_region(program)
 
