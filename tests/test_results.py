@@ -133,6 +133,11 @@ def test_a_reference_made_inside_is_no_result():
         jamp.autocast(lambda x: jax.new_ref(x @ x))(jnp.ones((2, 2)))
 
 
+def test_a_token_is_refused_by_its_name():
+    with pytest.raises(jamp.AutocastTypeError, match="AbstractToken.*return arrays"):
+        jamp.autocast(lambda x: (x @ x, jax.lax.create_token()))(jnp.ones((2, 2)))
+
+
 def test_a_module_of_nnx_beside_it_does_not_change_where_a_result_is_refused():
     fn = lambda model, x: (x, Box(model(x)))  # noqa: E731
     with pytest.raises(jamp.AutocastTypeError, match=r"a Box at result\[1\],"):

@@ -50,10 +50,12 @@ def refuse_made(result: Any, arguments: Sequence[Any]) -> None:
     )
     for path, leaf in found:
         if isinstance(leaf, jax.core.Tracer) and not is_plain_array(leaf.aval):
-            raise AutocastTypeError(
-                "the function under autocast returned a reference (jax.new_ref) that "
-                "it made: return what it holds, jax.freeze(ref)"
-            )
+            what = f"a value of the type {leaf.aval}: return arrays"
+            if hasattr(leaf.aval, "inner_aval"):
+                what = (
+                    "a reference (jax.new_ref): return what it holds, jax.freeze(ref)"
+                )
+            raise AutocastTypeError(f"the function under autocast returned {what}")
         if not (is_array(leaf) or id(leaf) in given or _is_value(leaf)):
             at = jax.tree_util.keystr(path)
             raise AutocastTypeError(
