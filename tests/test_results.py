@@ -134,7 +134,7 @@ def test_a_reference_made_inside_is_no_result():
 
 
 def test_a_token_is_refused_by_its_name():
-    with pytest.raises(jamp.AutocastTypeError, match="AbstractToken.*return arrays"):
+    with pytest.raises(jamp.AutocastTypeError, match=r"AbstractToken.*return arrays"):
         jamp.autocast(lambda x: (x @ x, jax.lax.create_token()))(jnp.ones((2, 2)))
 
 
