@@ -1,7 +1,4 @@
-"""A derivative rule that computes in float16 by its own hand.
-
-JAX notes the line of the call for what a backward rule computes, not the rule's own.
-"""
+"""A derivative rule that computes in float16 by its own hand."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +19,7 @@ def with_rule(dtype):
         return cube(x), x
 
     def cube_bwd(x, g):
-        slope = (3e5 * x * x).astype(dtype)
+        slope = (3e5 * x * x).astype(dtype)  # FAULT
         return (g * slope * 1e-5,)
 
     cube.defvjp(cube_fwd, cube_bwd)
@@ -33,7 +30,7 @@ narrow_cube, wide_cube = with_rule(jnp.float16), with_rule(jnp.float32)
 
 
 def loss_fn(w, x):
-    return jnp.mean(narrow_cube(x @ w))  # FAULT
+    return jnp.mean(narrow_cube(x @ w))
 
 
 def repaired(w, x):
@@ -43,4 +40,4 @@ def repaired(w, x):
 
 def make():
     args = (normal(0, 32, 32, scale=0.1), normal(1, 16, 32))
-    return Fault(loss_fn, args, "overflow", "mul", 1.0, repaired)
+    return Fault(loss_fn, args, "overflow", "convert_element_type", 1.0, repaired)
