@@ -306,3 +306,38 @@ def test_functions_and_casts_in_a_rule_are_known_as_outside(rule, within):
     assert operands(jnp.matmul, "float32", "dot_general") == {("float16", "float16")}
     assert operands(widened, "bfloat16", "sin") == {("float32",)}
     assert operands(as_it_comes, "bfloat16", "sin") == {("bfloat16",)}
+
+
+@pytest.mark.skipif(
+    not hasattr(jax.custom_vjp, "defvjp_with_logs"), reason="it needs JAX 0.12"
+)
+@pytest.mark.parametrize("loop", [False, True])
+@pytest.mark.parametrize("within", [lambda fn: fn, jax.jit], ids=["eager", "jit"])
+def test_what_a_backward_rule_logs_is_logged(within, loop):
+    product = jax.custom_vjp(lambda x, w: x @ w)
+
+    def bwd(kept, g):
+        x, w = kept
+        return (g @ w.T, x.T @ g), {"norm": jnp.linalg.norm(g), "kept": [x]}
+
+    product.defvjp_with_logs(lambda x, w: (product(x, w), (x, w)), bwd)
+
+    def stack(x, w):
+        if loop:
+            return jax.lax.scan(lambda x, w: (product(x, w), None), x, w)[0]
+        return product(x, w[0])
+
+    x = jnp.linspace(-1, 1, 16).reshape(4, 4)
+    arguments = x, jnp.stack([x.T, x + 0.5])
+
+    def gradients_and_logs(fn):
+        _, pullback = jax.vjp(within(fn), *arguments)
+        return pullback.with_logs(
+            jnp.ones((4, 4), jax.eval_shape(fn, *arguments).dtype)
+        )
+
+    found = gradients_and_logs(jamp.autocast(stack, device_type="cpu"))
+    wanted = gradients_and_logs(stack)
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for actual, expected in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=0.02, atol=0.02)

@@ -90,8 +90,8 @@ def emit_custom_vjp(emitter: Emitter, action: Structural, arrays: Arrays) -> Arr
         return results[:outs], Partial(pullback_of(slots), results[outs:])
 
     @cache
-    def pullback_of(slots: tuple[int, ...]) -> Callable[..., tuple[Any, ...]]:
-        def pullback(residuals: Sequence[Any], cotangents: Any) -> tuple[Any, ...]:
+    def pullback_of(slots: tuple[int, ...]) -> Callable[..., tuple[Any, Any]]:
+        def pullback(residuals: Sequence[Any], cotangents: Any) -> tuple[Any, Any]:
             zeros = tuple(takes_zeros and _is_zero(ct) for ct in cotangents)
             backward = _checked(eqn, rules.backward(slots, zeros))
             arrays = [
@@ -102,20 +102,26 @@ def emit_custom_vjp(emitter: Emitter, action: Structural, arrays: Arrays) -> Arr
             dtypes = [action.operands[slot].dtype for slot in slots]
             inputs = inputs_like(backward, taken, region)
             rule = _Rule(eqn, backward, inputs, context, dtypes)
-            gradients = rule.run(emitter, taken)
+            results = rule.run(emitter, taken)
             # Those of other rules are arrays: JAX 0.10 fails on zeros in some loops.
             symbolic = [takes_zeros and zero for zero in zero_results(backward)]
-            found = zip(slots, gradients, symbolic, strict=True)
+            found = zip(slots, results, symbolic, strict=False)
             known = {slot: None if zero else ct for slot, ct, zero in found}
-            return tuple(known.get(slot) for slot in range(len(action.operands)))
+            gradients = tuple(known.get(slot) for slot in range(len(action.operands)))
+            return gradients, rules.logs(slots, zeros, results[len(slots) :])
 
         return pullback
 
-    def bwd(pullback: Any, cotangents: Any) -> Any:
-        return pullback(cotangents)
+    function: Any = jax.custom_vjp(_primal(emitter, action))
+    # Before JAX 0.12 rules log nothing.
+    logging = hasattr(function, "defvjp_with_logs")
 
-    function = jax.custom_vjp(_primal(emitter, action))
-    function.defvjp(fwd, bwd, symbolic_zeros=symbolic)
+    def bwd(pullback: Any, cotangents: Any) -> Any:
+        gradients, logs = pullback(cotangents)
+        return (gradients, logs) if logging else gradients
+
+    define = function.defvjp_with_logs if logging else function.defvjp
+    define(fwd, bwd, symbolic_zeros=symbolic)
     return list(function(*arrays))
 
 

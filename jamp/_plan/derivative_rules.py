@@ -59,7 +59,7 @@ class VjpRules:
         self._eqn = eqn
         self._options = options
         self._traced = cache(self._trace)
-        self.backward = cache(self._trace_backward)
+        self._traced_backward = cache(self._trace_backward)
 
     def forward(self, slots: tuple[int, ...]) -> Any:
         """The program of the results and residuals."""
@@ -87,20 +87,42 @@ class VjpRules:
             program = make_jaxpr(forward, self._options)(*avals)
         return program, trees[-1]
 
-    def _trace_backward(self, slots: tuple[int, ...], zeros: tuple[bool, ...]) -> Any:
-        """The program of the gradients from the residuals and cotangents."""
+    def backward(self, slots: tuple[int, ...], zeros: tuple[bool, ...]) -> Any:
+        """The program of the gradients, and of logs, from residuals and cotangents."""
+        program, _ = self._traced_backward(slots, zeros)
+        return program
+
+    def logs(
+        self, slots: tuple[int, ...], zeros: tuple[bool, ...], leaves: Sequence[Any]
+    ) -> Any:
+        """What the backward rule logs, of the results that follow the gradients."""
+        _, tree = self._traced_backward(slots, zeros)
+        return jax.tree.unflatten(tree, leaves)
+
+    def _trace_backward(
+        self, slots: tuple[int, ...], zeros: tuple[bool, ...]
+    ) -> tuple[Any, Any]:
+        """The program of the backward rule, and the logs' structure."""
         program, tree = self._traced(slots, zeros)
         avals, count = self.forward(slots).out_avals, len(zeros)
         if program.out_avals != avals:
             # The rule keeps something else for them.
-            return self.backward(slots, (False,) * count)
+            return self._traced_backward(slots, (False,) * count)
+        trees: list[Any] = []
 
         def backward(residuals: Any, cotangents: Any) -> Any:
-            return jax.tree.unflatten(tree, residuals)(cotangents)
+            pullback: Any = jax.tree.unflatten(tree, residuals)
+            if not hasattr(pullback, "with_logs"):  # before JAX 0.12
+                trees.append(jax.tree.structure({}))
+                return pullback(cotangents)
+            gradients, logs = pullback.with_logs(cotangents)
+            trees.append(jax.tree.structure(logs))
+            return gradients, logs
 
         tangents = [aval.to_tangent_aval() for aval in avals[:count]]
         with settings(self._eqn):
-            return make_jaxpr(backward, self._options)(avals[count:], tangents)
+            traced = make_jaxpr(backward, self._options)(avals[count:], tangents)
+        return traced, trees[-1]
 
 
 def trace_rules(eqn: JaxprEqn, options: Options) -> tuple[Any, ...]:
