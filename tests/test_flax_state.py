@@ -97,3 +97,29 @@ def test_the_state_of_linens_spectral_norm_stays_float32(device_type):
     y, state = jamp.autocast(apply, device_type=device_type)(variables, X)
     near(state, apply(variables, X)[1])
     assert y.dtype == {"gpu": jnp.float16, "cpu": jnp.bfloat16}[device_type]
+
+
+class Stack(nnx.Module):
+    """Its list has layers under numbers, and in a capture an attribute under a name."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+            self.sow(nnx.Intermediate, "outputs", x)
+        return x
+
+
+def test_a_capture_around_autocast_finds_what_modules_in_a_list_sow():
+    model = Stack()
+    result, captured = nnx.capture(gpu(Stack.__call__), nnx.Intermediate)(model, X)
+    expected = nnx.capture(model, nnx.Intermediate)(X)
+    assert result.dtype == jnp.float16
+    assert [x.dtype for x in jax.tree.leaves(captured)] == [jnp.float16] * 2
+    near(
+        jax.tree.map(lambda x: x.astype(jnp.float32), (result, captured)),
+        expected,
+    )

@@ -29,11 +29,28 @@ class Slot(int):
     """Stands for the module or variable of this number, where that was found."""
 
 
+class Held(dict[Any, Any]):
+    """What flax.nnx found in objects, by the parts of its path, in Flax's order.
+
+    Unlike in a dict or an `nnx.State`, whose names JAX sorts, numbers and strings may
+    stand beside each other, as in an `nnx.List` with an attribute.
+    """
+
+
+def _with_keys(held: Held) -> tuple[list[Any], tuple[Any, ...]]:
+    return [(jax.tree_util.DictKey(k), v) for k, v in held.items()], tuple(held)
+
+
+jax.tree_util.register_pytree_with_keys(
+    Held, _with_keys, lambda names, parts: Held(zip(names, parts, strict=True))
+)
+
+
 class Graph(NamedTuple):
     """Objects of flax.nnx, split."""
 
     structure: Any
-    state: Any  # their arrays
+    state: Held  # their arrays
     numbers: Any  # the number of each object in the structure
 
 
@@ -41,7 +58,7 @@ class Change(NamedTuple):
     """What a call changed, by number, and the objects in its result, split as one."""
 
     structure: Any
-    state: Any
+    state: Held
 
 
 def is_node(nnx: Any, value: Any) -> bool:
@@ -69,7 +86,23 @@ def put_back(tree: Any, at: Callable[[Slot], Any]) -> Any:
 def split(nnx: Any, modules: list[Any]) -> Graph:
     numbers = nnx.graphlib.RefMap()
     structure, state = nnx.flatten(modules, ref_index=numbers, graph=True)
-    return Graph(structure, nnx.from_flat_state(state), numbers)
+    return Graph(structure, _held(state), numbers)
+
+
+def _held(state: Any) -> Held:
+    held = Held()
+    for path, value in state:
+        inner = held
+        for name in path[:-1]:
+            inner = inner.setdefault(name, Held())
+        inner[path[-1]] = value
+    return held
+
+
+def _leaves(held: Any) -> list[Any]:
+    if not isinstance(held, Held):
+        return [held]
+    return [leaf for part in held.values() for leaf in _leaves(part)]
 
 
 def paths(nnx: Any, modules: list[Any], numbers: Any) -> dict[int, tuple[Any, ...]]:
@@ -81,10 +114,11 @@ def paths(nnx: Any, modules: list[Any], numbers: Any) -> dict[int, tuple[Any, ..
 class Copies:
     """Modules made of a structure and a state, and what they hold at first."""
 
-    def __init__(self, nnx: Any, structure: Any, state: Any) -> None:
+    def __init__(self, nnx: Any, structure: Any, state: Held) -> None:
         self._nnx = nnx
         self._objects = nnx.graphlib.IndexMap()
-        self.modules = nnx.unflatten(structure, state, index_ref=self._objects)
+        leaves = _leaves(state)
+        self.modules = nnx.unflatten(structure, leaves, index_ref=self._objects)
         self._before = {n: _parts(nnx, node) for n, node in self._objects.items()}
 
     def changes(self, found: list[Any]) -> Change | None:
@@ -110,7 +144,7 @@ class Copies:
             graph=True,
         )
         _refuse_static_arrays(structure)
-        return Change(structure, nnx.from_flat_state(state))
+        return Change(structure, _held(state))
 
 
 def apply(nnx: Any, change: Change, numbers: Any) -> list[Any]:
@@ -129,7 +163,7 @@ def apply(nnx: Any, change: Change, numbers: Any) -> list[Any]:
     known = {_known(number): node for number, node in objects.items()}
     _, found = nnx.unflatten(
         change.structure,
-        change.state,
+        _leaves(change.state),
         index_ref=nnx.graphlib.IndexMap(known),
         outer_index_outer_ref=objects,
     )
