@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 from products import assert_equal_derivatives, cast, integers
 
+from jamp._dtypes import BFLOAT16, FLOAT32
 from jamp._lowerings import convolution, patches
 
 NHWC = ("NHWC", "HWIO", "NHWC")
@@ -122,3 +123,14 @@ def test_weights_that_are_stored_in_16_bits_convolve_alike():
     x, w = (jax.random.normal(jax.random.key(i), (5, 5, 5, 5)) for i in range(2))
     fn = jax.jit(cast(lambda w, x: lax.conv_general_dilated(x, w, (1, 1), "SAME")))
     np.testing.assert_array_equal(fn(w, x), fn(w.astype(jnp.bfloat16), x))
+
+
+def test_a_place_in_the_window_may_be_far_from_the_first():
+    """Farther than the bits reach by which starts of slices are hidden from XLA."""
+    far = 2**24
+    x = jnp.zeros((1, far + 2, 1), BFLOAT16).at[0, far].set(3)
+    w = jnp.array([1, 10], BFLOAT16).reshape(2, 1, 1)
+    numbers = lax.conv_dimension_numbers(x.shape, w.shape, ("NWC", "WIO", "NWC"))
+    shape = patches.Shape((1,), ((0, 0),), (1,), (far,), numbers, 1, 1)
+    found = jax.jit(lambda x, w: patches.by_windows(x, w, shape, [2], FLOAT32))(x, w)
+    np.testing.assert_array_equal(found.ravel(), [30, 0])

@@ -280,7 +280,8 @@ def _hidden(lhs: Any, starts: Sequence[Sequence[int]]) -> tuple[Any, Any]:
     still sees which are equal: those of different dimensions never are. With the starts
     are the pictures, or they would be padded in each slice.
     """
-    if math.prod(map(len, starts)) == 1 or not KEEPS_BARRIERS:
+    count, far = math.prod(map(len, starts)), max(map(max, starts), default=0) >= 2**24
+    if count == 1 or far or not KEEPS_BARRIERS:
         return lhs, [[np.uint32(start) for start in of] for of in starts]
     numbers = [[np.uint32(d << 24 | s) for s in of] for d, of in enumerate(starts, 1)]
     lhs, numbers = lax.optimization_barrier((lhs, numbers))
