@@ -161,6 +161,42 @@ def test_a_high_level_primitive_may_refuse_to_be_differentiated_forward():
     np.testing.assert_allclose(actual, expected, rtol=1e-2, atol=1e-2)
 
 
+class Doubled(HiPrimitive):
+    """Twice what it takes, whose rules compute products."""
+
+    def __init__(self, x):
+        self.in_avals = (x,)
+        self.out_aval = x
+        self.params = {}
+        super().__init__()
+
+    def expand(self, x):
+        return x * 2
+
+    def vjp_fwd(self, nonzero, x):
+        return self(x), x
+
+    def vjp_bwd_retval(self, x, g):
+        return (g @ x.T @ x,)
+
+
+class DoubledForward(Doubled):
+    def jvp(self, primals, tangents):
+        (x,), (t,) = primals, tangents
+        return self(x), t @ x.T @ x
+
+
+@pytest.mark.parametrize("kind", [Doubled, DoubledForward])
+def test_products_in_the_rules_of_a_high_level_primitive_are_lowered(kind):
+    def loss(x):
+        return jnp.sum(kind(jax.typeof(x))(x).astype(jnp.float32))
+
+    program = traced(jax.grad(gpu(loss)), X)
+    actual, expected = (jax.grad(fn)(X) for fn in (gpu(loss), loss))
+    assert set(matmul_dtypes(program)) == {("float16", "float16")}
+    np.testing.assert_allclose(actual, expected, rtol=1e-2, atol=1e-2)
+
+
 def test_what_the_policy_does_not_know_is_reported():
     report = jamp.explain(solvers.by_linear_call, device_type="gpu")(X, W)
     assert [record.primitive for record in report.unknown] == ["linear_call"]

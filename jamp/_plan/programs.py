@@ -11,7 +11,6 @@ from itertools import accumulate
 from typing import Any
 
 import jax
-from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes, _primitives
 from jamp._compat import is_plain_array, scan_counts, settings
@@ -291,23 +290,32 @@ def plan_hi_primitive(equation: Equation) -> list[Value]:
     with settings(eqn):
         expanded = expand(*(var.aval for var in eqn.invars))
     inner = equation.inner(expanded, equation.operands)
-    if _gains_nothing(eqn, expanded, inner):
+    rules, kind = _rules_of(equation)
+    same = inner.dtypes == tuple(map(_dtypes.dtype_of, eqn.outvars))
+    # A rule may call its own primitive.
+    programs = (expanded,) if equation.context.tried else (expanded, *rules)
+    trial = equation._replace(context=equation.context._replace(tried=True))
+    if same and not any(_is_lowered(trial, program) for program in programs):
         return plan_as_traced(equation)
-    kind = "custom_vjp_call"
+    return equation.calling(inner, changed=True, kind=kind)
+
+
+def _rules_of(equation: Equation) -> tuple[tuple[Any, ...], str]:
+    """The derivative rules of a high-level primitive, and as whose they are run."""
+    eqn, region = equation.eqn, equation.context.region
     with suppress(Exception):  # it has none, or none that works
-        trace_jvp(eqn, region)
-        kind = "custom_jvp_call"
-    return equation.calling(inner, kind=kind)
+        return (trace_jvp(eqn, region),), "custom_jvp_call"
+    rules: tuple[Any, ...] = ()
+    with suppress(Exception):
+        rules = trace_rules(eqn, region)
+    return rules, "custom_vjp_call"
 
 
-def _gains_nothing(eqn: JaxprEqn, program: Any, inner: Plan) -> bool:
-    """Whether an equation may as well run as traced as by a program that it expands to.
-
-    Its results have the same dtypes then, and no rule asks for 16 bits in it.
-    """
-    traced = tuple(map(_dtypes.dtype_of, eqn.outvars))
-    lowers = any(r.ruling.rule is Rule.LOWER for r in with_inner(inner.records))
-    return inner.dtypes == traced and not lowers and not holds_region(program)
+def _is_lowered(equation: Equation, program: Any) -> bool:
+    """Whether a rule of the policy asks for 16 bits in a program, or a region may."""
+    plan = equation.inner(program, [Value(aval) for aval in program.in_avals])
+    lowers = any(r.ruling.rule is Rule.LOWER for r in with_inner(plan.records))
+    return lowers or holds_region(program)
 
 
 def _changes_rule(equation: Equation) -> bool:
