@@ -316,11 +316,12 @@ def over_rows(fn, **options):
 
 
 @pytest.mark.parametrize("inside", [lambda f: f, lambda f: jax.vmap(f, (0, None))])
-def test_an_eager_shard_map_runs_derivative_rules(inside):
-    doubled = jax.custom_vjp(lambda x, w: jnp.sin(x) @ w)
+@pytest.mark.parametrize("added", [0.0, np.ones(4, np.float32), jnp.ones(4)], ids=type)
+def test_an_eager_shard_map_runs_derivative_rules(inside, added):
+    doubled = jax.custom_vjp(lambda x, w: jnp.sin(x + added) @ w)
     doubled.defvjp(
         lambda x, w: (doubled(x, w), (x, w)),
-        lambda kept, g: (2 * jnp.cos(kept[0]) * (g @ kept[1].T), None),
+        lambda kept, g: (2 * jnp.cos(kept[0] + added) * (g @ kept[1].T), None),
     )
     x, w = normal(8, 4), normal(4, 4)
     with jax.set_mesh(mesh()):

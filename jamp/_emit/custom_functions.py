@@ -73,15 +73,19 @@ def emit_custom_vjp(emitter: Emitter, action: Structural, arrays: Arrays) -> Arr
     (inner,), eqn, context = action.plans, action.eqn, action.context
     outs = len(inner.results)
     takes_zeros = eqn.params.get("symbolic_zeros", False)
-    # They tell what is perturbed of what it closes over, and are not for every place.
-    symbolic = takes_zeros or eqn.params.get("num_consts", 1) > 0
+    # The rule of a high-level primitive asks what is perturbed of all that it takes.
+    asked = eqn.params.get("num_consts", len(action.operands))
+    # Only symbolic zeros tell, which an eager shard_map does not take.
+    symbolic = takes_zeros or any(map(_may_be_perturbed, action.operands[:asked]))
     region = context.region
     key = _rules_key(emitter, eqn, region)
     rules = emitter.once(key, partial(VjpRules, eqn, region))
 
     def fwd(*primals: Any) -> tuple[tuple[Any, ...], Any]:
         slots = tuple(
-            s for s in differentiable(eqn) if not symbolic or primals[s].perturbed
+            slot
+            for slot in differentiable(eqn)
+            if (primals[slot].perturbed if symbolic else slot >= asked)
         )
         forward = _checked(eqn, rules.forward(slots))
         rule = _Rule(eqn, forward, _inputs(action), context, inner.dtypes)
@@ -238,6 +242,10 @@ def _zero_tangent(tangent: Any, symbolic: bool) -> Any:
     if jax.numpy.issubdtype(aval.dtype, np.inexact):
         return tangent
     return np.zeros(aval.shape, jax.dtypes.float0)
+
+
+def _may_be_perturbed(value: Value) -> bool:
+    return value.known is None or isinstance(value.known, jax.core.Tracer)
 
 
 def _is_zero(tangent: Any) -> bool:
