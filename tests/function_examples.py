@@ -115,12 +115,22 @@ _PLAIN: list[tuple[tuple[Any, ...], str]] = [
         jax.random.logistic jax.random.maxwell jax.random.normal
         """,
     ),
+    (
+        (_KEY, 2.0),
+        """
+        jax.random.chisquare jax.random.generalized_normal jax.random.lognormal
+        jax.random.pareto jax.random.rayleigh jax.random.t jax.random.wald
+        """,
+    ),
+    ((_KEY, 2.0, 2.0), "jax.random.beta jax.random.f jax.random.weibull_min"),
     ((_KEY, -1.0, 1.0), "jax.random.truncated_normal"),
+    ((_KEY, _ones(3)), "jax.random.dirichlet"),
     (_LOGITS, "optax.losses.ctc_loss optax.losses.ctc_loss_with_forward_probs"),
 ]
 
 _SCALE, _SHIFT = _ones(2), _ones(2)
 _WITH_OPTIONS: dict[str, Call] = {
+    "jax.random.ball": (partial(jax.random.ball, d=3), (_KEY,)),
     "jax.image.resize": (
         partial(jax.image.resize, shape=(2, 9, 9, 4), method="linear"),
         (IMAGE,),

@@ -233,17 +233,23 @@ def test_random_keys_pass_and_draw_the_same_numbers():
     assert gpu(lambda key: key)(key).dtype == key.dtype
 
 
-RANDOM = "cauchy exponential gumbel laplace logistic maxwell normal uniform".split()
+# What the distributions of jax.random are given beside a key and a dtype.
+RANDOM = (
+    ((), "cauchy exponential gumbel laplace logistic maxwell normal uniform"),
+    ((2.0,), "chisquare gamma generalized_normal lognormal pareto rayleigh t wald"),
+    ((2.0, 3.0), "beta f weibull_min"),
+    ((-1.0, 1.0), "truncated_normal"),
+    ((3,), "ball"),
+    ((np.ones(3, np.float32),), "dirichlet"),
+)
 
 
 def test_random_numbers_are_those_that_were_asked_for():
     def draws(key):
         return [
-            draw(key, shape=(3,), dtype=dtype)
-            for draw in (
-                *(getattr(jax.random, name) for name in RANDOM),
-                lambda key, **kinds: jax.random.truncated_normal(key, -1, 1, **kinds),
-            )
+            getattr(jax.random, name)(key, *arguments, dtype=dtype)
+            for arguments, names in RANDOM
+            for name in names.split()
             for dtype in (jnp.float16, jnp.bfloat16, jnp.float32)
         ]
 
