@@ -41,7 +41,7 @@ class Kind(NamedTuple):
     compares: bool  # whether its results are none of 16 bits that it takes
     orders: bool = False  # whether they say which of these are the largest
     view: bool = False  # whether calls in float32 that read its result do it themselves
-    masks: bool = False  # whether it does so by a number or by an array of several
+    masks: bool = False  # whether it scales or shifts them by one constant or an array
 
 
 def is_float32_function(action: Action) -> bool:
