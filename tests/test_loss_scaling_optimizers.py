@@ -290,6 +290,22 @@ def test_an_overflow_in_gradients_that_an_optimizer_takes_skips_the_step(value):
     assert [bool(state.last_step_skipped) for _, state in found] == [0, 0, 1, 0]
 
 
+def test_an_overflow_in_a_function_among_others_skips_the_step():
+    sam, params = normalized_ascent(), parameters()
+    tx = scaling(
+        optax.GradientTransformationExtraArgs(
+            sam.init,
+            lambda grads, state, params, functions: sam.update(
+                grads, state, params, grad_fn=functions["grad"]
+            ),
+        )
+    )
+    functions = {"grad": lambda p, _: poisoned(p, (0, 1), jnp.nan)}
+    updates, opt_state = tx.update(params, tx.init(params), params, functions=functions)
+    assert jamp.last_step_skipped(opt_state)
+    assert same(optax.apply_updates(params, updates), params)
+
+
 def test_a_scaler_takes_no_step_with_such_an_overflow():
     params, tx, state = parameters(), normalized_ascent(), SCALER.init()
     for grad_fn, taken in (

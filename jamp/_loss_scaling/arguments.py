@@ -204,7 +204,7 @@ def taken(found: jax.Array, grads: Any) -> Any:
 
 def takes_gradients(extra_args: dict[str, Any]) -> bool:
     """Whether an optimizer may take gradients by itself, with what it is given."""
-    return any(map(callable, extra_args.values()))
+    return any(map(callable, jax.tree.leaves(extra_args, is_leaf=callable)))
 
 
 def instances(tree: Any, kinds: type | tuple[type, ...]) -> list[Any]:
