@@ -191,19 +191,19 @@ def select(which: jax.Array, first: Any, second: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(which, a, b), first, second)
 
 
-def taken(found: jax.Array, grads: Any) -> Any:
-    """Gradients as an optimizer takes them, whose step is skipped if a flag is set.
+def as_if_finite(found: jax.Array, grads: Any) -> Any:
+    """Gradients for an optimizer whose step is thrown away if a flag is set.
 
-    What becomes of an overflow is thrown away; where JAX looks for NaN it would raise
-    before. A zero may be divided by.
+    Where JAX looks for NaN, it would raise before that: there, ones take their place,
+    as an optimizer may divide by zeros. Elsewhere it need not wait for the flag.
     """
     if not looks_for_nans():
-        return grads  # for an optimizer that need not wait for the flag
+        return grads
     return select(found, jax.tree.map(jnp.ones_like, grads), grads)
 
 
-def takes_gradients(extra_args: dict[str, Any]) -> bool:
-    """Whether an optimizer may take gradients by itself, with what it is given."""
+def holds_functions(extra_args: dict[str, Any]) -> bool:
+    """Whether an optimizer is given functions, which it may differentiate by itself."""
     return any(map(callable, jax.tree.leaves(extra_args, is_leaf=callable)))
 
 

@@ -301,13 +301,13 @@ class GradScaler:
                 "skips by itself: call its update, or hand step the inner optimizer"
             )
         found = any_of(found_inf, "step") if self.enabled else None
-        grads = grads if found is None else arguments.taken(found, grads)
+        grads = grads if found is None else arguments.as_if_finite(found, grads)
         update = optax.with_extra_args_support(tx).update
         updates, new_opt_state = update(grads, opt_state, params, **extra_args)
         stepped = (optax.apply_updates(params, updates), new_opt_state)
         if found is None:
             return *stepped, jnp.array(True)
-        if arguments.takes_gradients(extra_args):
+        if arguments.holds_functions(extra_args):
             found = found | ~all_finite(updates)
         return *select(found, (params, opt_state), stepped), ~found
 

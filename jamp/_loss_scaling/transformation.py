@@ -161,9 +161,9 @@ class _LossScaling:
             unscaled, too = self._unscale(state.scaler_state, extra_args["grad"])
             extra_args["grad"], found = unscaled, found | too
         found = self._anywhere(found) | state.overflowed
-        grads = arguments.taken(found, grads)
+        grads = arguments.as_if_finite(found, grads)
         if "grad" in extra_args:
-            extra_args["grad"] = arguments.taken(found, extra_args["grad"])
+            extra_args["grad"] = arguments.as_if_finite(found, extra_args["grad"])
         if isinstance(state.inner_state, optax.MultiStepsState):
             # Its running mean would keep an inf.
             grads = select(found, jax.tree.map(jnp.zeros_like, grads), grads)
@@ -181,7 +181,7 @@ class _LossScaling:
             ) from error
         ended, unstepped = _end(state.inner_state, inner_state)
         if self.scaler.enabled:
-            if arguments.takes_gradients(extra_args):
+            if arguments.holds_functions(extra_args):
                 found = found | self._anywhere(~all_finite(updates))
             zeros = jax.tree.map(jnp.zeros_like, updates)
             updates, inner_state = select(

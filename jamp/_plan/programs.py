@@ -277,8 +277,8 @@ def plan_custom_call(equation: Equation) -> list[Value]:
 def plan_hi_primitive(equation: Equation) -> list[Value]:
     """Plans a primitive that expands into others, and has rules of its own.
 
-    It has them all only as it is. What it expands into has one of its derivative rules,
-    and none for being transposed.
+    Left as it is, it keeps all of them. In its place, what it expands into keeps one
+    rule for derivatives, and none for being transposed.
     """
     eqn, region = equation.eqn, equation.context.region
     if not all(is_plain_array(var.aval) for var in eqn.outvars):
