@@ -25,6 +25,7 @@ from jamp._emit.emitter import Arrays, Emitter, emits
 from jamp._equations import bind, closed, constants, content_of
 from jamp._errors import AutocastError
 from jamp._plan.derivative_rules import (
+    LOGS,
     VjpRules,
     differentiable,
     trace_jvp,
@@ -108,23 +109,20 @@ def emit_custom_vjp(emitter: Emitter, action: Structural, arrays: Arrays) -> Arr
             rule = _Rule(eqn, backward, inputs, context, dtypes)
             results = rule.run(emitter, taken)
             # Those of other rules are arrays: JAX 0.10 fails on zeros in some loops.
-            symbolic = [takes_zeros and zero for zero in zero_results(backward)]
-            found = zip(slots, results, symbolic, strict=False)
+            unneeded = [takes_zeros and zero for zero in zero_results(backward)]
+            found = zip(slots, results, unneeded, strict=False)
             known = {slot: None if zero else ct for slot, ct, zero in found}
             gradients = tuple(known.get(slot) for slot in range(len(action.operands)))
             return gradients, rules.logs(slots, zeros, results[len(slots) :])
 
         return pullback
 
-    function: Any = jax.custom_vjp(_primal(emitter, action))
-    # Before JAX 0.12 rules log nothing.
-    logging = hasattr(function, "defvjp_with_logs")
-
     def bwd(pullback: Any, cotangents: Any) -> Any:
         gradients, logs = pullback(cotangents)
-        return (gradients, logs) if logging else gradients
+        return (gradients, logs) if LOGS else gradients
 
-    define = function.defvjp_with_logs if logging else function.defvjp
+    function: Any = jax.custom_vjp(_primal(emitter, action))
+    define = function.defvjp_with_logs if LOGS else function.defvjp
     define(fwd, bwd, symbolic_zeros=symbolic)
     return list(function(*arrays))
 

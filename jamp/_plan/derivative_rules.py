@@ -20,6 +20,9 @@ from jamp._tracing.casts import make_jaxpr
 from jamp._tracing.regions import Options
 from jamp._tracing.trace import with_arrays
 
+# Whether a backward rule may log: from JAX 0.12 on.
+LOGS = hasattr(jax.custom_vjp, "defvjp_with_logs")
+
 
 def differentiable(eqn: JaxprEqn) -> list[int]:
     """Operands of an equation that have tangents, as those of extended dtypes may."""
@@ -112,10 +115,8 @@ class VjpRules:
 
         def backward(residuals: Any, cotangents: Any) -> Any:
             pullback: Any = jax.tree.unflatten(tree, residuals)
-            if not hasattr(pullback, "with_logs"):  # before JAX 0.12
-                trees.append(jax.tree.structure({}))
-                return pullback(cotangents)
-            gradients, logs = pullback.with_logs(cotangents)
+            pull = pullback.with_logs if LOGS else lambda taken: (pullback(taken), {})
+            gradients, logs = pull(cotangents)
             trees.append(jax.tree.structure(logs))
             return gradients, logs
 

@@ -292,10 +292,10 @@ def plan_hi_primitive(equation: Equation) -> list[Value]:
     inner = equation.inner(expanded, equation.operands)
     rules, kind = _rules_of(equation)
     same = inner.dtypes == tuple(map(_dtypes.dtype_of, eqn.outvars))
-    # A rule may call its own primitive.
-    programs = (expanded,) if equation.context.tried else (expanded, *rules)
-    trial = equation._replace(context=equation.context._replace(tried=True))
-    if same and not any(_is_lowered(trial, program) for program in programs):
+    plans = [(inner, expanded)]
+    if not equation.context.tried:
+        plans += [(_trial(equation, rule), rule) for rule in rules]
+    if same and not any(_lowers(plan, program) for plan, program in plans):
         return plan_as_traced(equation)
     return equation.calling(inner, changed=True, kind=kind)
 
@@ -311,9 +311,8 @@ def _rules_of(equation: Equation) -> tuple[tuple[Any, ...], str]:
     return rules, "custom_vjp_call"
 
 
-def _is_lowered(equation: Equation, program: Any) -> bool:
+def _lowers(plan: Plan, program: Any) -> bool:
     """Whether a rule of the policy asks for 16 bits in a program, or a region may."""
-    plan = equation.inner(program, [Value(aval) for aval in program.in_avals])
     lowers = any(r.ruling.rule is Rule.LOWER for r in with_inner(plan.records))
     return lowers or holds_region(program)
 
@@ -331,10 +330,13 @@ def _changes_rule(equation: Equation) -> bool:
         program = trace_jvp(equation.eqn, context.region)
     except Exception:  # noqa: BLE001 - for whoever differentiates to see
         return True
-    inputs = [Value(aval) for aval in program.in_avals]
-    # A rule may call its own function.
-    trial = equation._replace(context=context._replace(tried=True))
-    return trial.inner(program, inputs).changed or holds_region(program)
+    return _trial(equation, program).changed or holds_region(program)
+
+
+def _trial(equation: Equation, rule: Any) -> Plan:
+    """The plan of a derivative rule, which may call its own function."""
+    trial = equation._replace(context=equation.context._replace(tried=True))
+    return trial.inner(rule, [Value(aval) for aval in rule.in_avals])
 
 
 def _widens(plan: Plan) -> bool:
