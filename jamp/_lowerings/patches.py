@@ -82,11 +82,19 @@ class Steps(NamedTuple):
     features: Sequence[int]
 
 
-def _steps(lhs: Any, rhs: Any, shape: Shape, outs: Sequence[int]) -> list[Steps]:
-    (_, feature, *spatial), (_, _, *window), _ = shape.dimension_numbers
-    features = [[lhs.shape[feature]] * rhs.shape[d] for d in window]
-    strides = shape.window_strides, shape.rhs_dilation
-    return [Steps(*of) for of in zip(spatial, outs, *strides, features, strict=True)]
+def _steps(
+    lhs: Any,
+    shape: Shape,
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    counts: Sequence[int],
+    dilations: Sequence[int],
+) -> list[Steps]:
+    """Those of each spatial dimension, for so many slices."""
+    _, feature, *spatial = shape.dimension_numbers.lhs_spec
+    features = [[lhs.shape[feature]] * count for count in counts]
+    described = zip(spatial, sizes, strides, dilations, features, strict=True)
+    return [Steps(*of) for of in described]
 
 
 def _padded(lhs: Any, shape: Shape) -> Any:
@@ -127,7 +135,8 @@ def by_windows(lhs: Any, rhs: Any, shape: Shape, outs: Sequence[int], to: DType)
     """
     (batch, _, *spatial), (out, into, *window), out_spec = shape.dimension_numbers
     weights = lax.transpose(rhs, (*window, into, out)).reshape(-1, rhs.shape[out])
-    steps = _steps(lhs, rhs, shape, outs)
+    windows = [rhs.shape[d] for d in window]
+    steps = _steps(lhs, shape, outs, shape.window_strides, windows, shape.rhs_dilation)
     if weights.shape[0] == rhs.shape[into]:
         return _of_windows(_padded(lhs, shape), weights, shape, steps, to)
     rows = spatial[0]
@@ -233,11 +242,7 @@ def _of_places(
     batch, feature, *spatial = lhs_spec
     lhs = _padded(lhs, shape)
     windows = [rhs.shape[d] for d in window]
-    features = [[lhs.shape[feature]] * count for count in outs]
-    strides = shape.rhs_dilation, shape.window_strides
-    steps = [
-        Steps(*of) for of in zip(spatial, windows, *strides, features, strict=True)
-    ]
+    steps = _steps(lhs, shape, windows, shape.rhs_dilation, outs, shape.window_strides)
     at = max(batch, feature)
     patches = from_bits(jnp.stack(_slices(lhs, feature, steps), at))
     # Where the dimensions of the pictures are now.
@@ -255,15 +260,14 @@ def _of_places(
 
 def _slices(lhs: Any, feature: int, steps: Sequence[Steps]) -> list[Any]:
     """One slice for each combination of places in some dimensions."""
-    places = [range(len(of.features)) for of in steps]
     starts = [[at * of.dilation for at in range(len(of.features))] for of in steps]
     lhs, starts = _hidden(lhs, starts)
     slices = []
-    for place in itertools.product(*places):
+    for place in itertools.product(*map(enumerate, starts)):
         sizes, strides = [*lhs.shape], [1] * lhs.ndim
         first: list[Any] = [np.uint32(0)] * lhs.ndim
-        for of, start, at in zip(steps, starts, place, strict=True):
-            first[of.dim], strides[of.dim] = start[at], of.stride
+        for of, (at, start) in zip(steps, place, strict=True):
+            first[of.dim], strides[of.dim] = start, of.stride
             sizes[of.dim] = (of.size - 1) * of.stride + 1
             sizes[feature] = of.features[at]
         taken = lax.dynamic_slice(lhs, first, sizes)
