@@ -109,8 +109,8 @@ def scaled(scale: jax.Array, outputs: Any) -> Any:
         # Not promoted: float8 has no implicit promotion.
         wide = array.dtype if inexact and array.dtype.itemsize >= 4 else jnp.float32
         keeps = inexact and array.ndim > 0
-        product = array.astype(wide) * jnp.asarray(scale, wide)
-        return product.astype(array.dtype if keeps else wide)
+        times_scale = array.astype(wide) * jnp.asarray(scale, wide)
+        return times_scale.astype(array.dtype if keeps else wide)
 
     return jax.tree.map(times, outputs)
 
@@ -120,8 +120,8 @@ def product(scale: jax.Array, factor: float) -> jax.Array:
     if abs(math.frexp(factor)[0]) == 0.5:
         return jnp.multiply(scale, jnp.float32(factor))
     with jax.enable_x64(True):
-        product = jnp.asarray(scale, jnp.float64) * np.float64(factor)
-        return jnp.asarray(product, jnp.float32)
+        wide = jnp.asarray(scale, jnp.float64) * np.float64(factor)
+        return jnp.asarray(wide, jnp.float32)
 
 
 def on_any_shard(flag: jax.Array, axis_name: Any) -> jax.Array:

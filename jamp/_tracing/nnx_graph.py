@@ -99,10 +99,8 @@ def _held(state: Any) -> Held:
     return held
 
 
-def _leaves(held: Any) -> list[Any]:
-    if not isinstance(held, Held):
-        return [held]
-    return [leaf for part in held.values() for leaf in _leaves(part)]
+def _leaves(held: Held) -> list[Any]:
+    return jax.tree.leaves(held, is_leaf=lambda part: not isinstance(part, Held))
 
 
 def paths(nnx: Any, modules: list[Any], numbers: Any) -> dict[int, tuple[Any, ...]]:
