@@ -130,8 +130,8 @@ def test_a_call_is_reported_and_rewritten_inside(fn, name):
     assert matmul_dtypes(program) == [("float16", "float16")] * 2
 
 
-class Half(HiPrimitive):
-    """Half of a product, which refuses to be differentiated forward."""
+class OfOne(HiPrimitive):
+    """Gives what is like its one operand, and keeps that for the backward pass."""
 
     def __init__(self, x):
         self.in_avals = (x,)
@@ -139,14 +139,18 @@ class Half(HiPrimitive):
         self.params = {}
         super().__init__()
 
+    def vjp_fwd(self, nonzero, x):
+        return self(x), x
+
+
+class Half(OfOne):
+    """Half of a product, which refuses to be differentiated forward."""
+
     def expand(self, x):
         return x @ x / 2
 
     def jvp(self, primals, tangents):
         raise TypeError("backward alone")
-
-    def vjp_fwd(self, nonzero, x):
-        return self(x), x
 
     def vjp_bwd_retval(self, x, g):
         return ((g @ x.T + x.T @ g) / 2,)
@@ -161,20 +165,11 @@ def test_a_high_level_primitive_may_refuse_to_be_differentiated_forward():
     np.testing.assert_allclose(actual, expected, rtol=1e-2, atol=1e-2)
 
 
-class Doubled(HiPrimitive):
+class Doubled(OfOne):
     """Twice what it takes, whose rules compute products."""
-
-    def __init__(self, x):
-        self.in_avals = (x,)
-        self.out_aval = x
-        self.params = {}
-        super().__init__()
 
     def expand(self, x):
         return x * 2
-
-    def vjp_fwd(self, nonzero, x):
-        return self(x), x
 
     def vjp_bwd_retval(self, x, g):
         return (g @ x.T @ x,)
