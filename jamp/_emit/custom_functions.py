@@ -21,7 +21,7 @@ from jax.tree_util import Partial
 from jamp import _dtypes, _primitives
 from jamp._compat import rules_of
 from jamp._emit.conversions import convert
-from jamp._emit.emitter import Arrays, Emitter, emits
+from jamp._emit.emitter import Arrays, Emitter, emits, emitter_of
 from jamp._equations import bind, closed, constants, content_of
 from jamp._errors import AutocastError
 from jamp._plan.derivative_rules import (
@@ -43,13 +43,14 @@ from jamp._tracing.trace import outlived
 @emits("custom_jvp_call")
 def emit_custom_jvp(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
     (inner,), eqn, region = action.plans, action.eqn, action.context.region
-    count = len(inner.results)
+    count, current = len(inner.results), emitter_of(emitter)
 
     def rule(primals: Any, tangents: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         slots = [s for s in differentiable(eqn) if not _is_zero(tangents[s])]
         taken = [tangents[slot] for slot in slots]
+        emitter = current()
         key = _rules_key(emitter, eqn, region, *slots)
-        traced = emitter.once(key, partial(trace_jvp, eqn, region, slots))
+        traced = emitter.rules.once(key, partial(trace_jvp, eqn, region, slots))
         program = _checked(eqn, traced)
         # JAX may transpose what computes the tangents.
         context = action.context._replace(linear=True)
@@ -78,9 +79,9 @@ def emit_custom_vjp(emitter: Emitter, action: Structural, arrays: Arrays) -> Arr
     asked = eqn.params.get("num_consts", len(action.operands))
     # Only symbolic zeros tell, which an eager shard_map does not take.
     symbolic = takes_zeros or any(map(_may_be_perturbed, action.operands[:asked]))
-    region = context.region
+    region, current = context.region, emitter_of(emitter)
     key = _rules_key(emitter, eqn, region)
-    rules = emitter.once(key, partial(VjpRules, eqn, region))
+    rules = emitter.rules.once(key, partial(VjpRules, eqn, region))
 
     def fwd(*primals: Any) -> tuple[tuple[Any, ...], Any]:
         slots = tuple(
@@ -91,7 +92,7 @@ def emit_custom_vjp(emitter: Emitter, action: Structural, arrays: Arrays) -> Arr
         forward = _checked(eqn, rules.forward(slots))
         rule = _Rule(eqn, forward, _inputs(action), context, inner.dtypes)
         taken = [primal.value for primal in primals] if symbolic else primals
-        results = rule.run(emitter, taken)
+        results = rule.run(current(), taken)
         return results[:outs], Partial(pullback_of(slots), results[outs:])
 
     @cache
@@ -107,7 +108,7 @@ def emit_custom_vjp(emitter: Emitter, action: Structural, arrays: Arrays) -> Arr
             dtypes = [action.operands[slot].dtype for slot in slots]
             inputs = inputs_like(backward, taken, region)
             rule = _Rule(eqn, backward, inputs, context, dtypes)
-            results = rule.run(emitter, taken)
+            results = rule.run(current(), taken)
             # Those of other rules are arrays: JAX 0.10 fails on zeros in some loops.
             unneeded = [takes_zeros and zero for zero in zero_results(backward)]
             found = zip(slots, results, unneeded, strict=False)
@@ -130,6 +131,7 @@ def emit_custom_vjp(emitter: Emitter, action: Structural, arrays: Arrays) -> Arr
 @emits("custom_vmap_call")
 def emit_custom_vmap(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
     (inner,), eqn, context = action.plans, action.eqn, action.context
+    current = emitter_of(emitter)
 
     def rule(size: int, batched: Sequence[bool], *arrays: Any) -> tuple[Any, Any]:
         axes = [0 if b else None for b in batched]
@@ -137,10 +139,11 @@ def emit_custom_vmap(emitter: Emitter, action: Structural, arrays: Arrays) -> Ar
             jax.ShapeDtypeStruct(array.shape, _dtypes.dtype_of(var))
             for array, var in zip(arrays, eqn.invars, strict=True)
         ]
-        by_rule = jax.vmap(lambda *taken: bind(eqn, taken), axes, axis_size=size)
-        program = make_jaxpr(by_rule, context.region)(*avals)
+        batched_eqn = jax.vmap(lambda *taken: bind(eqn, taken), axes, axis_size=size)
+        program = make_jaxpr(batched_eqn, context.region)(*avals)
         inputs = inputs_like(program, arrays, context.region)
-        outs = _Rule(eqn, program, inputs, context, inner.dtypes).run(emitter, arrays)
+        by_rule = _Rule(eqn, program, inputs, context, inner.dtypes)
+        outs = by_rule.run(current(), arrays)
         return outs, (True,) * len(outs)
 
     function = jax.custom_batching.custom_vmap(_primal(emitter, action))
@@ -178,12 +181,16 @@ class _Rule(NamedTuple):
     dtypes: Sequence[Any]  # in which JAX expects the first of its results
 
     def run(self, emitter: Emitter, arrays: Arrays) -> tuple[Any, ...]:
-        run = partial(self._plan_and_run, emitter)
-        results: tuple[Any, ...] = emitter.call(run, self._key, arrays)
+        key = cache(self._key)
+        run = partial(self._plan_and_run, emitter, key)
+        results: tuple[Any, ...] = emitter.call(run, key, arrays)
         return results
 
-    def _plan_and_run(self, emitter: Emitter, *arrays: Any) -> tuple[Any, ...]:
-        plan = plan_program(self.program, self.inputs, self.context)
+    def _plan_and_run(
+        self, emitter: Emitter, key: Callable[[], Hashable], *arrays: Any
+    ) -> tuple[Any, ...]:
+        make = partial(plan_program, self.program, self.inputs, self.context)
+        plan = emitter.rules.once(key() if emitter.share else None, make)
         made = emitter.run(plan, arrays)
         return tuple(
             convert(array, dtype)

@@ -1,7 +1,9 @@
 """The loop over a plan's actions, and those that are one binding or conversion."""
 
+import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -42,15 +44,34 @@ def emit(plan: Plan, arrays: Sequence[Any], *, share: bool = True) -> list[Any]:
     return Emitter(share).run(plan, arrays)
 
 
+class Made:
+    """What was made for a key, the first time."""
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, Any] = {}
+
+    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What `make` gave for this key; without a key it is made anew."""
+        if not _is_hashable(key):
+            return make()
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+
 class Emitter:
-    def __init__(self, share: bool) -> None:
+    """Emits one program. Nothing that JAX keeps may keep it: see `emitter_of`."""
+
+    def __init__(self, share: bool, rules: Made | None = None) -> None:
         # Whether equal calls are one function, which has the lines of one of them.
         self.share = share
         # The places of operands of the action at hand that vary, as in `run`.
         self.varying: Collection[int] = ()
-        self._made: dict[Hashable, Any] = {}
-        # Jitted functions by what they compute.
-        self._functions: dict[Hashable, Callable[..., Any]] = {}
+        # What the derivative rules of equal calls have in common, as written.
+        self.rules = Made() if rules is None else rules
+        # Programs, and jitted functions, by what they compute.
+        self._programs = Made()
+        self._functions = Made()
 
     def run(
         self, plan: Plan, arrays: Sequence[Any], varying: Collection[int] = ()
@@ -101,9 +122,8 @@ class Emitter:
         found = key() if self.share and becomes_a_program() else None
         if not _is_hashable(found):
             return function(*arrays)
-        if found not in self._functions:
-            self._functions[found] = jax.jit(function, inline=INLINE)
-        return self._functions[found](*arrays)
+        make = partial(jax.jit, function, inline=INLINE)
+        return self._functions.once(found, make)(*arrays)
 
     def closed(
         self,
@@ -123,15 +143,19 @@ class Emitter:
         make = jax.make_jaxpr(
             lambda *arrays: convert_all(self.run(plan, arrays, varying), dtypes)
         )
-        return self.once((plan, avals, dtypes, *varying), lambda: make(*avals))
+        key = plan, avals, dtypes, *varying
+        return self._programs.once(key, lambda: make(*avals))
 
-    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What is made for a key, the first time; without a key it is made anew."""
-        if not _is_hashable(key):
-            return make()
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
+
+def emitter_of(emitter: Emitter) -> Callable[[], Emitter]:
+    """Gives an emitter while it emits; later one of the same rules, for one rule.
+
+    JAX keeps rules as long as a function is alive, in caches by that function. A rule
+    that kept the emitter, whose functions are such too, would be kept for ever, and
+    with it what the user's code closed over.
+    """
+    share, rules, alive = emitter.share, emitter.rules, weakref.ref(emitter)
+    return lambda: alive() or Emitter(share, rules)
 
 
 @contextmanager
