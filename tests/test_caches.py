@@ -155,25 +155,52 @@ def test_a_function_among_the_arguments_is_traced_once_and_not_kept_alive():
     assert seen() is None
 
 
-def test_arrays_that_a_function_closes_over_are_not_kept_alive():
-    def build():
+@jax.custom_vjp
+def with_rule(x):
+    return jnp.sin(x)
+
+
+with_rule.defvjp(lambda x: (with_rule(x), x), lambda x, g: (g * jax.nn.relu(x),))
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda fn: jamp.autocast(fn),
+        lambda fn: jax.jit(jamp.autocast(fn)),
+        lambda fn: jax.jit(jax.grad(jamp.autocast(fn))),
+        lambda fn: jax.grad(jax.jit(jamp.autocast(fn))),
+        lambda fn: jax.jit(jamp.autocast(jax.grad(fn))),
+    ],
+    ids=["eager", "jit", "gradient in jit", "gradient of jit", "gradient inside"],
+)
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda weights, x: jax.nn.softmax(jax.nn.standardize(x @ weights)),
+        lambda weights, x: jax.jit(lambda y: jax.nn.softmax(y @ weights))(x),
+        lambda weights, x: jax.nn.relu(jnp.sin(x) @ weights),
+        lambda weights, x: with_rule(jnp.sin(x) @ weights),
+        lambda weights, x: jax.checkpoint(lambda y: jax.nn.relu(y @ weights))(x),
+        lambda weights, x: jax.lax.scan(
+            lambda y, _: (jax.nn.relu(y @ weights), y), x, length=2
+        )[0],
+    ],
+    ids=["float32", "jit", "custom_jvp", "custom_vjp", "checkpoint", "scan"],
+)
+def test_arrays_that_a_function_closes_over_are_not_kept_alive(
+    function, transform, earlier_objects_left_alone
+):
+    def run():
         weights = jax.random.normal(jax.random.key(0), (4, 4))
-
-        def fn(x):
-            inner = jax.jit(lambda y: jax.nn.softmax(y @ weights) * weights[0])
-            return jax.nn.softmax(jax.nn.standardize(inner(x)))
-
-        return jamp.autocast(fn), weakref.ref(weights)
-
-    def use(fn):
+        fn = transform(lambda x: jnp.sum(function(weights, x), dtype=jnp.float32))
         fn(X)
-        jax.jit(jax.grad(lambda x: fn(x).sum()))(X)
+        return weakref.ref(weights)
 
-    fn, seen = build()
-    use(fn)
-    del fn
-    jax.clear_caches()
-    gc.collect()
+    seen = run()
+    # JAX's caches let go of what belongs to a function once that has gone.
+    for _ in range(3):
+        gc.collect()
     assert seen() is None
 
 

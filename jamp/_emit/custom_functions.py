@@ -65,7 +65,7 @@ def emit_custom_jvp(emitter: Emitter, action: Structural, arrays: Arrays) -> Arr
 
     # The rule of a primitive that expands into others takes symbolic zeros.
     symbolic = eqn.params.get("symbolic_zeros", True)
-    function = jax.custom_jvp(_primal(emitter, action))
+    function = jax.custom_jvp(_primal(current, action))
     function.defjvp(rule, symbolic_zeros=symbolic)
     return list(function(*arrays))
 
@@ -122,7 +122,7 @@ def emit_custom_vjp(emitter: Emitter, action: Structural, arrays: Arrays) -> Arr
         gradients, logs = pullback(cotangents)
         return (gradients, logs) if LOGS else gradients
 
-    function: Any = jax.custom_vjp(_primal(emitter, action))
+    function: Any = jax.custom_vjp(_primal(current, action))
     define = function.defvjp_with_logs if LOGS else function.defvjp
     define(fwd, bwd, symbolic_zeros=symbolic)
     return list(function(*arrays))
@@ -146,7 +146,7 @@ def emit_custom_vmap(emitter: Emitter, action: Structural, arrays: Arrays) -> Ar
         outs = by_rule.run(current(), arrays)
         return outs, (True,) * len(outs)
 
-    function = jax.custom_batching.custom_vmap(_primal(emitter, action))
+    function = jax.custom_batching.custom_vmap(_primal(current, action))
     function.def_vmap(rule)
     return list(function(*arrays))
 
@@ -257,11 +257,13 @@ def _is_zero(tangent: Any) -> bool:
     return isinstance(tangent, SymbolicZero)
 
 
-def _primal(emitter: Emitter, action: Structural) -> Callable[..., tuple[Any, ...]]:
+def _primal(
+    current: Callable[[], Emitter], action: Structural
+) -> Callable[..., tuple[Any, ...]]:
     (inner,) = action.plans
 
     def primal(*arrays: Any) -> tuple[Any, ...]:
-        return tuple(emitter.run(inner, arrays))
+        return tuple(current().run(inner, arrays))
 
     primal.__name__ = _name(action.eqn) or primal.__name__
     return primal
