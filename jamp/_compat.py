@@ -10,8 +10,8 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from types import CodeType, FrameType
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import jax
@@ -49,6 +49,8 @@ from jax._src.source_info_util import Scope as _Scope
 # Nothing public ends a `user_context` inside of another.
 from jax._src.source_info_util import _source_info_context
 from jax.extend.core import JaxprEqn, Primitive
+from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p
+from jax.extend.linear_util import transformation2
 from jax.extend.source_info_util import new_source_info
 from jax.interpreters.partial_eval import DynamicJaxprTracer
 
@@ -116,24 +118,45 @@ def primitive_names() -> frozenset[str]:
     return frozenset(primitive.name for primitive in known) | _NAMEABLE
 
 
+class _Rule(str):
+    """The name of the scope of a derivative rule, with the frames that it is run for.
+
+    That is the frames of the call of the function whose rule it is.
+    """
+
+    frames: Frames
+
+
 def frames(eqn: JaxprEqn) -> Frames:
-    """The Python frames that emitted an equation; none if it has no traceback."""
-    traceback: Any = eqn.source_info.traceback
+    """The Python frames that emitted an equation; none if it has no traceback.
+
+    Those of a derivative rule are followed by those of the call that it is run for.
+    """
+    return _frames(eqn.source_info)
+
+
+def _frames(source: Any) -> Frames:
     # `jax.extend` gives lines of text; only code objects tell functions apart.
-    found: Frames = ((), ()) if traceback is None else traceback.raw_frames()
-    return found
+    found: Frames = source.traceback.raw_frames() if source.traceback else ((), ())
+    scopes = [entry.name for entry in source.name_stack.stack]
+    rule = next((name for name in reversed(scopes) if isinstance(name, _Rule)), None)
+    if rule is None:
+        return found
+    runs = (i for i, code in enumerate(found[0]) if code is _run_rule.__code__)
+    count = next(runs, None)
+    (codes, offsets), (call, call_offsets) = found, rule.frames
+    return (*codes[:count], *call), (*offsets[:count], *call_offsets)
 
 
 @contextmanager
-def own_frames() -> Iterator[None]:
-    """What is traced inside has the frames that emit it.
+def own_frames(*scopes: str) -> Iterator[None]:
+    """What is traced inside has the frames that emit it, and stands in these scopes.
 
     Where JAX, or jamp, runs an equation, all that is traced has those of the equation.
     """
     outer = _source_info_context.context
-    _source_info_context.context = new_source_info().replace(
-        name_stack=outer.name_stack
-    )
+    names = functools.reduce(type(outer.name_stack).extend, scopes, outer.name_stack)
+    _source_info_context.context = new_source_info().replace(name_stack=names)
     try:
         yield
     finally:
@@ -142,7 +165,8 @@ def own_frames() -> Iterator[None]:
 
 def scope_names(name_stack: Any) -> tuple[str, ...]:
     """The named scopes of a name stack, outermost first, without transformations."""
-    return tuple([e.name for e in name_stack.stack if isinstance(e, _Scope)])
+    scopes = [e.name for e in name_stack.stack if isinstance(e, _Scope)]
+    return tuple([name for name in scopes if not isinstance(name, _Rule)])
 
 
 def settings(eqn: JaxprEqn) -> AbstractContextManager[None]:
@@ -166,9 +190,13 @@ def rules_of(eqn: JaxprEqn) -> Hashable:
         thunk, name = params.get("fwd_jaxpr_thunk"), "fwd"
     first = _closed_over(_closed_over(getattr(thunk, "f", None), "fn"), name)
     rules = [first, *([params["bwd"]] if "bwd" in params else [])]
-    if any(len(getattr(rule, "transforms", ())) != 1 for rule in rules):
+    made = [
+        [t for t in getattr(rule, "transforms", ()) if t[0] is not _run_rule]
+        for rule in rules
+    ]
+    if any(len(transforms) != 1 for transforms in made):
         return None
-    _, static = first.transforms[0]
+    ((_, static), *_), *_ = made
     # Of these, the last is made for each call, and what comes before it the structure.
     return (*(rule.f for rule in rules), static[-2], params["symbolic_zeros"])
 
@@ -211,39 +239,111 @@ def inlined(fn: Any) -> bool:
 INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
 
 
+_lock = threading.Lock()
+# JAX's own functions that others stand in for, each once for every trace that goes on.
+_own: dict[tuple[Any, str], list[Any]] = {}
+
+
+@contextmanager
+def _standing_in(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """While a program is traced, has what `make` makes of a function of JAX there."""
+    traces = _own.setdefault((owner, name), [])
+    with _lock:
+        own = traces[0] if traces else getattr(owner, name, None)
+        if own is not None and not traces:
+            setattr(owner, name, make(own))
+        traces.append(own)
+    try:
+        yield
+    finally:
+        with _lock:
+            traces.pop()
+            if own is not None and not traces:
+                setattr(owner, name, own)
+
+
+def _hidden(function: Any) -> Any:
+    """A function of whose frames JAX thinks that they are of its own.
+
+    JAX shows users their own frames, which are those of other files than its own.
+    """
+    function.__code__ = function.__code__.replace(co_filename=_lax.__file__)
+    return function
+
+
+_BIND = "bind_with_trace"
+
+
+@contextmanager
+def rules_in_own_frames(knows: Callable[[], bool]) -> Iterator[None]:
+    """While a program is traced, what derivative rules emit has frames of its own.
+
+    JAX runs a rule for an equation: a backward rule always does, and every rule of what
+    `jax.jit`, a loop or `jax.checkpoint` holds.
+
+    Args:
+      knows: whether the thread that calls it traces such a program.
+    """
+    with ExitStack() as stack:
+        for primitive in (custom_jvp_call_p, custom_vjp_call_p):
+            make = functools.partial(_framing, knows)
+            stack.enter_context(_standing_in(type(primitive), _BIND, make))
+        yield
+
+
+def _framing(knows: Callable[[], bool], bind: Any) -> Any:
+    @_hidden
+    def framing(
+        primitive: Any, trace: Any, args: Any, avals: Any, params: dict[str, Any]
+    ) -> Any:
+        # A program keeps rules as they are, until it is run itself.
+        if knows() and not isinstance(trace, _DynamicJaxprTrace):
+            function, *rules = params["subfuns"]
+            params = {**params, "subfuns": (function, *map(_framed, rules))}
+        return bind(primitive, trace, args, avals, params)
+
+    return framing
+
+
+def _framed(rule: Any) -> Any:
+    # Since JAX 0.12 a rule may be an object that JAX asks for more than to be called.
+    known = rule.transforms or isinstance(rule.f, FunctionType)
+    return _run_in_own_frames(rule) if known else rule
+
+
+@_hidden
+def _run_rule(rule: Callable[..., Any], *arrays: Any) -> Any:
+    call = _source_info_context.context
+    if call.traceback is None:  # JAX runs no equation
+        return rule(*arrays)
+    scope = _Rule("jamp.rule")
+    scope.frames = _frames(call)
+    with own_frames(scope):
+        return rule(*arrays)
+
+
+_run_in_own_frames = transformation2(_run_rule)
+
 _CONVERT = "_convert_element_type"
 _JAX = os.path.join(os.path.dirname(jax.__file__), "")
 # What stands between a cast in a program and that function.
 _CASTING = frozenset(
     "__call__ _astype array asarray astype convert_element_type meth".split()
 )
-_lock = threading.Lock()
-_seeing: list[Any] = []  # JAX's own function, once for each trace that goes on
 
 
-@contextmanager
-def seeing_casts(see: Callable[[Any, str], Any]) -> Iterator[None]:
+def seeing_casts(see: Callable[[Any, str], Any]) -> AbstractContextManager[None]:
     """While a program is traced, has JAX return what `see` makes of what is cast.
 
     Args:
       see: called, in any thread, with a traced array that has the dtype already, and
         the file of the code that casts it.
     """
-    with _lock:
-        convert = _seeing[0] if _seeing else getattr(_lax, _CONVERT, None)
-        if convert is not None and not _seeing:
-            setattr(_lax, _CONVERT, _showing(convert, see))
-        _seeing.append(convert)
-    try:
-        yield
-    finally:
-        with _lock:
-            _seeing.pop()
-            if convert is not None and not _seeing:
-                setattr(_lax, _CONVERT, convert)
+    return _standing_in(_lax, _CONVERT, functools.partial(_showing, see))
 
 
-def _showing(convert: Any, see: Callable[[Any, str], Any]) -> Any:
+def _showing(see: Callable[[Any, str], Any], convert: Any) -> Any:
+    @_hidden
     def shown(operand: Any, *args: Any, **kwargs: Any) -> Any:
         result = convert(operand, *args, **kwargs)
         if result is operand and isinstance(operand, jax.core.Tracer):
@@ -252,8 +352,6 @@ def _showing(convert: Any, see: Callable[[Any, str], Any]) -> Any:
                 return see(operand, caster.f_code.co_filename)
         return result
 
-    # JAX shows users their own frames, which are those of other files than its own.
-    shown.__code__ = shown.__code__.replace(co_filename=_lax.__file__)
     return shown
 
 

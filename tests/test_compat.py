@@ -10,6 +10,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.source_info_util import user_context
 
 from jamp import _compat
+from jamp._equations import nested
 
 
 def equations(fn, *args):
@@ -100,6 +101,30 @@ def test_what_is_traced_while_an_equation_runs_can_have_frames_of_its_own():
         assert not has_its_own()
 
 
+def test_frames_of_a_rule_are_followed_by_those_of_the_call():
+    def fwd(x):
+        return sine(x), x
+
+    def bwd(x, g):
+        return (g * jnp.cos(x),)
+
+    def calls(x):
+        return function(x)
+
+    function = jax.custom_vjp(sine)
+    function.defvjp(fwd, bwd)
+    differentiated = jax.value_and_grad(jax.jit(calls))
+    with _compat.rules_in_own_frames(lambda: True):
+        eqns = nested(equations(differentiated, 1.0))
+    found = {eqn.primitive.name: _compat.frames(eqn)[0] for eqn in eqns}
+    for name, rule in {"sin": fwd, "cos": bwd}.items():
+        own = [code for code in found[name] if code in (rule.__code__, calls.__code__)]
+        assert own == [rule.__code__, calls.__code__], (
+            "listed functions in the rules of what jax.jit holds would not be "
+            "recognised, or rules would be no part of a listed function"
+        )
+
+
 def test_frames_inside_a_jitted_function_are_kept():
     eqn, *_ = equations(jax.jit(calls_sine), 1.0)
     (inner,) = (v for v in eqn.params.values() if hasattr(v, "eqns"))
@@ -131,6 +156,11 @@ def test_named_scopes_are_found_in_name_stacks(transform):
     )
 
 
+def beside_a_gradient(fn):
+    """A function of a gradient that does not go through `fn`."""
+    return lambda x: jax.grad(lambda y: fn(x) * y)(x)
+
+
 @jax.custom_vjp
 def straight_through(x):
     return x * 2
@@ -139,9 +169,12 @@ def straight_through(x):
 straight_through.defvjp(lambda x: (x * 2, None), lambda _, g: (g,))
 
 
+@pytest.mark.parametrize("around", [lambda fn: fn, beside_a_gradient])
 @pytest.mark.parametrize("function", [jax.nn.relu, straight_through])
-def test_calls_of_a_function_have_their_derivative_rules_in_common(function):
-    first, second = equations(lambda x: function(function(x)), 1.0)
+def test_calls_of_a_function_have_their_derivative_rules_in_common(function, around):
+    fn = around(lambda x: function(function(x)))
+    with _compat.rules_in_own_frames(lambda: True):
+        first, second, *_ = equations(fn, 1.0)
     assert _compat.rules_of(first) == _compat.rules_of(second) is not None, (
         "the rules of an activation would be traced anew in every layer"
     )

@@ -12,9 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
-from jax.extend.linear_util import transformation2
 
-from jamp._compat import own_frames, settings
+from jamp._compat import settings
 from jamp._equations import bind
 from jamp._tracing.casts import make_jaxpr
 from jamp._tracing.regions import Options
@@ -153,14 +152,4 @@ def _of_operands(
     eqn: JaxprEqn, arrays: Sequence[Any], slots: Sequence[int]
 ) -> Callable[..., list[Any]]:
     """An equation as a function of some of its operands."""
-    params = {}
-    if "bwd" in eqn.params:
-        # JAX runs it as part of a backward pass, with the frames of that.
-        params["bwd"] = _in_own_frames(eqn.params["bwd"])
-    return lambda *taken: bind(eqn, with_arrays(arrays, slots, taken), **params)
-
-
-@transformation2  # type: ignore[untyped-decorator]
-def _in_own_frames(bwd: Callable[..., Any], *arrays: Any) -> Any:
-    with own_frames():
-        return bwd(*arrays)
+    return lambda *taken: bind(eqn, with_arrays(arrays, slots, taken))

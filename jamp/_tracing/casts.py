@@ -12,7 +12,7 @@ import jax
 from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes
-from jamp._compat import own_frames, seeing_casts
+from jamp._compat import own_frames, rules_in_own_frames, seeing_casts
 from jamp._equations import replaced
 from jamp._tracing import regions
 from jamp._tracing.locations import is_users
@@ -26,18 +26,26 @@ def make_jaxpr(fn: Callable[..., Any], options: regions.Options) -> Callable[...
     """Like `jax.make_jaxpr`, with options in force."""
 
     def traced(*args: Any, **kwargs: Any) -> Any:
-        with regions.tracing(options), seeing_casts(_marked), own_frames():
+        with (
+            regions.tracing(options),
+            seeing_casts(_marked),
+            rules_in_own_frames(_is_tracing),
+            own_frames(),
+        ):
             program = jax.make_jaxpr(fn)(*args, **kwargs)
         return replaced(program, _is_mark, _as_cast, {})
 
     return traced
 
 
+def _is_tracing() -> bool:
+    # There are no options in another thread.
+    return regions.current() is not None
+
+
 def _marked(array: Any, filename: str) -> Any:
     """An array after a cast, in this file, to the dtype that it has."""
-    # There are no options in another thread.
-    known = regions.current() is not None and is_users(filename)
-    return kept_float32(array) if known else array
+    return kept_float32(array) if _is_tracing() and is_users(filename) else array
 
 
 def kept_float32(array: Any) -> Any:
