@@ -16,8 +16,17 @@ from typing import Any
 
 import jax
 
+# Nothing public turns a setting, such as `jax_remat3`, off for a while.
+from jax._src import config as _config
+
 # Nothing public leaves a library's files out of tracebacks, as JAX does its own.
 from jax._src import traceback_util as _traceback_util
+
+# What `checkpoint_name` makes with `jax_remat3` has no public name.
+from jax._src.ad_checkpoint import CheckpointName as CheckpointName
+
+# Nor has what `jax.checkpoint` makes with it.
+from jax._src.ad_checkpoint import RematTraced as RematTraced
 
 # No public name gives the settings (x64, mesh, matmul precision ...) that a trace
 # depends on and that jax.jit itself keys its caches on.
@@ -222,6 +231,19 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     # JAX 0.12 describes its operands as a tree of constants, carry and slices.
     consts, carry, _ = params["ft_in"].unpack()
     return len(consts), len(carry)
+
+
+def checkpoint(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Like `jax.checkpoint` without `jax_remat3`.
+
+    With it, JAX cannot transpose a checkpoint that a rule for derivatives holds.
+    """
+
+    def checkpointed(*arrays: Any) -> Any:
+        with _config.remat3(False):
+            return jax.checkpoint(function, **options)(*arrays)
+
+    return checkpointed
 
 
 def inlined(fn: Any) -> bool:

@@ -22,7 +22,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from jax.extend.source_info_util import current_name_stack, user_context
 
 from jamp import _primitives
-from jamp._compat import settings
+from jamp._compat import checkpoint, settings
 from jamp._dtypes import FLOAT32, dtype_of, shape_of
 from jamp._emit.emitter import Arrays, Emitter, emits
 from jamp._equations import bind, content, nested
@@ -167,7 +167,7 @@ def _recomputing(
             *(widened(a, casts.get(i)) if is_low else a for i, (a, is_low) in taken)
         )
 
-    return jax.checkpoint(widen_and_run, policy=_reduces, prevent_cse=barred)
+    return checkpoint(widen_and_run, policy=_reduces, prevent_cse=barred)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes
-from jamp._compat import scan_counts
+from jamp._compat import checkpoint, scan_counts
 from jamp._emit.conversions import convert, convert_all
 from jamp._emit.emitter import Arrays, Emitter, emits
 from jamp._emit.iterations import stackable, stacks_in_float32
@@ -62,7 +62,7 @@ def emit_checkpoint(emitter: Emitter, action: Structural, arrays: Arrays) -> Arr
         program = emitter.closed(plan, taken)
         if not program.consts:
             return bind(action.eqn, taken, jaxpr=program.jaxpr)
-    function = jax.checkpoint(
+    function = checkpoint(
         lambda *arrays: emitter.run(plan, convert_all(arrays, dtypes)),
         prevent_cse=params["prevent_cse"],
         policy=params["policy"],

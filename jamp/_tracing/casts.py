@@ -15,6 +15,7 @@ from jamp import _dtypes
 from jamp._compat import own_frames, rules_in_own_frames, seeing_casts
 from jamp._equations import replaced
 from jamp._tracing import regions
+from jamp._tracing.checkpoints import as_checkpoint
 from jamp._tracing.locations import is_users
 
 # Rounds nothing: these are the bits of float64. JAX itself rounds to float32's.
@@ -33,7 +34,7 @@ def make_jaxpr(fn: Callable[..., Any], options: regions.Options) -> Callable[...
             own_frames(),
         ):
             program = jax.make_jaxpr(fn)(*args, **kwargs)
-        return replaced(program, _is_mark, _as_cast, {})
+        return replaced(program, lambda eqn: _known(eqn) is not eqn, _known, {})
 
     return traced
 
@@ -63,8 +64,11 @@ def _is_mark(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name == "reduce_precision" and eqn.params == _MARK
 
 
-def _as_cast(eqn: JaxprEqn) -> Any:
-    return eqn.replace(primitive=jax.lax.convert_element_type_p, params=_CONVERSION)
+def _known(eqn: JaxprEqn) -> Any:
+    """An equation in the form in which it is planned."""
+    if _is_mark(eqn):
+        return eqn.replace(primitive=jax.lax.convert_element_type_p, params=_CONVERSION)
+    return as_checkpoint(eqn)
 
 
 def is_kept_cast(eqn: JaxprEqn) -> bool:
