@@ -127,13 +127,13 @@ def primitive_names() -> frozenset[str]:
     return frozenset(primitive.name for primitive in known) | _NAMEABLE
 
 
-class _Rule(str):
-    """The name of the scope of a derivative rule, with the frames that it is run for.
-
-    That is the frames of the call of the function whose rule it is.
-    """
+class _RuleOf(tuple[()]):
+    """In a name stack, and no name: the frames of the call that a rule is run for."""
 
     frames: Frames
+
+    def wrap(self, names: list[str]) -> None:
+        """Adds nothing to the names of scopes, as JAX has each entry of a stack do."""
 
 
 def frames(eqn: JaxprEqn) -> Frames:
@@ -147,8 +147,8 @@ def frames(eqn: JaxprEqn) -> Frames:
 def _frames(source: Any) -> Frames:
     # `jax.extend` gives lines of text; only code objects tell functions apart.
     found: Frames = source.traceback.raw_frames() if source.traceback else ((), ())
-    scopes = [entry.name for entry in source.name_stack.stack]
-    rule = next((name for name in reversed(scopes) if isinstance(name, _Rule)), None)
+    entries = reversed(source.name_stack.stack)
+    rule = next((entry for entry in entries if isinstance(entry, _RuleOf)), None)
     if rule is None:
         return found
     runs = (i for i, code in enumerate(found[0]) if code is _run_rule.__code__)
@@ -158,13 +158,16 @@ def _frames(source: Any) -> Frames:
 
 
 @contextmanager
-def own_frames(*scopes: str) -> Iterator[None]:
-    """What is traced inside has the frames that emit it, and stands in these scopes.
+def own_frames(*entries: Any) -> Iterator[None]:
+    """What is traced inside has the frames that emit it.
 
     Where JAX, or jamp, runs an equation, all that is traced has those of the equation.
+
+    Args:
+      entries: what is added to its name stack.
     """
     outer = _source_info_context.context
-    names = functools.reduce(type(outer.name_stack).extend, scopes, outer.name_stack)
+    names = outer.name_stack + type(outer.name_stack)(entries)
     _source_info_context.context = new_source_info().replace(name_stack=names)
     try:
         yield
@@ -174,8 +177,7 @@ def own_frames(*scopes: str) -> Iterator[None]:
 
 def scope_names(name_stack: Any) -> tuple[str, ...]:
     """The named scopes of a name stack, outermost first, without transformations."""
-    scopes = [e.name for e in name_stack.stack if isinstance(e, _Scope)]
-    return tuple([name for name in scopes if not isinstance(name, _Rule)])
+    return tuple([e.name for e in name_stack.stack if isinstance(e, _Scope)])
 
 
 def settings(eqn: JaxprEqn) -> AbstractContextManager[None]:
@@ -338,9 +340,9 @@ def _run_rule(rule: Callable[..., Any], *arrays: Any) -> Any:
     call = _source_info_context.context
     if call.traceback is None:  # JAX runs no equation
         return rule(*arrays)
-    scope = _Rule("jamp.rule")
-    scope.frames = _frames(call)
-    with own_frames(scope):
+    entry = _RuleOf()
+    entry.frames = _frames(call)
+    with own_frames(entry):
         return rule(*arrays)
 
 
