@@ -185,6 +185,39 @@ def test_a_rule_may_close_over_what_is_traced_outside_of_autocast(transform):
     np.testing.assert_allclose(transform(gradient)(w), expected, rtol=2e-2)
 
 
+TABLE = jnp.array([[1.0, 2.0], [0.5, 3.0]])
+turned = jax.custom_vjp(lambda x: jnp.sin(x * TABLE))
+turned.defvjp(lambda x: (turned(x), x), lambda x, g: (g * jnp.cos(x * TABLE) * TABLE,))
+around = jax.custom_vjp(lambda x: jnp.sum(turned(x)))
+around.defvjp(lambda x: (around(x), x), lambda x, g: (g * turned(x),))
+
+
+def twice(fn):
+    return jax.grad(lambda x: jnp.sum(jax.grad(fn)(x) ** 2))
+
+
+BATCHED_OR_DIFFERENTIATED = {
+    "vmap_of_jit": (jax.grad, lambda x: jnp.sum(jax.vmap(jax.jit(turned))(x[None]))),
+    "vmap_of_scan": (
+        jax.grad,
+        lambda x: jnp.sum(
+            jax.vmap(
+                lambda x: jax.lax.scan(lambda c, _: (turned(c), None), x, None, 2)[0]
+            )(x[None])
+        ),
+    ),
+    "backward_rule": (twice, around),
+}
+
+
+@pytest.mark.parametrize("within", [lambda fn: fn, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", BATCHED_OR_DIFFERENTIATED)
+def test_what_jax_has_batched_or_differentiated_may_close_over_arrays(name, within):
+    gradient, fn = BATCHED_OR_DIFFERENTIATED[name]
+    found = within(gradient(jamp.autocast(fn)))(X)
+    np.testing.assert_allclose(found, gradient(fn)(X), rtol=1e-5)
+
+
 @jax.custom_jvp
 def rounded(x):
     return jnp.round(x)

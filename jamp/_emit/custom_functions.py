@@ -19,7 +19,7 @@ from jax.extend.core import JaxprEqn, jaxprs_in_params
 from jax.tree_util import Partial
 
 from jamp import _dtypes, _primitives
-from jamp._compat import rules_of
+from jamp._compat import becomes_a_program, rules_of
 from jamp._emit.conversions import convert
 from jamp._emit.emitter import Arrays, Emitter, emits, emitter_of
 from jamp._equations import bind, closed, constants, content_of
@@ -75,10 +75,12 @@ def emit_custom_vjp(emitter: Emitter, action: Structural, arrays: Arrays) -> Arr
     (inner,), eqn, context = action.plans, action.eqn, action.context
     outs = len(inner.results)
     takes_zeros = eqn.params.get("symbolic_zeros", False)
-    # The rule of a high-level primitive asks what is perturbed of all that it takes.
+    # Its rule asks what is perturbed of what it closes over, which JAX lists among its
+    # arguments once it has batched or differentiated it; that of a high-level primitive
+    # asks of all. Only symbolic zeros tell, which an eager shard_map does not take.
     asked = eqn.params.get("num_consts", len(action.operands))
-    # Only symbolic zeros tell, which an eager shard_map does not take.
-    symbolic = takes_zeros or any(map(_may_be_perturbed, action.operands[:asked]))
+    varies = [*map(_may_be_perturbed, action.operands)]
+    symbolic = takes_zeros or becomes_a_program() or any(varies[:asked])
     region, current = context.region, emitter_of(emitter)
     key = _rules_key(emitter, eqn, region)
     rules = emitter.rules.once(key, partial(VjpRules, eqn, region))
@@ -87,7 +89,7 @@ def emit_custom_vjp(emitter: Emitter, action: Structural, arrays: Arrays) -> Arr
         slots = tuple(
             slot
             for slot in differentiable(eqn)
-            if (primals[slot].perturbed if symbolic else slot >= asked)
+            if (primals[slot].perturbed if symbolic else varies[slot])
         )
         forward = _checked(eqn, rules.forward(slots))
         rule = _Rule(eqn, forward, _inputs(action), context, inner.dtypes)
