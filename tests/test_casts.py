@@ -184,6 +184,19 @@ def test_a_float64_operand_runs_as_traced():
         assert [r.dtype.name for r in fn(x, y)] == [*["float64"] * 3, "float16"]
 
 
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: jnp.array([x]),
+        lambda x: x.astype(jnp.float32),
+    ],
+    ids=["list", "astype"],
+)
+def test_a_number_that_is_made_float32_is_no_weak_one(fn):
+    assert not jax.jit(fn)(2.0).weak_type
+    assert not jax.jit(gpu(fn))(2.0).weak_type
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64", "complex64"])
 def test_gradients_inside_do_not_depend_on_how_weak_a_value_is(dtype):
     def fn(t):

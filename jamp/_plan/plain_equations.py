@@ -355,7 +355,7 @@ def plan_convert(equation: Equation) -> list[Value]:
     if promoted or (traced == target and eqn.params["weak_type"]):
         caster.plan.changed = True
         return [value]
-    if value.dtype == traced != target:
+    if value.dtype == traced:
         (result,) = cast_and_bind(equation, Dtypes((None,)))
         known = value.traits.numbers and held(value.traits.numbers, target)
         return [result.knowing(numbers=known)]
