@@ -213,6 +213,26 @@ def test_a_numpy_array_that_a_function_closes_over_is_a_constant_as_under_jit():
     near(fn(X), jitted(X))
 
 
+@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit])
+def test_numpy_values_that_a_partial_holds_are_constants_as_under_jit(wrap):
+    widths = {"before": np.array([1, 2]), "after": np.int64(3)}
+    plain = functools.partial(
+        lambda widths, x: jnp.pad(x @ x, (*widths["before"][:1], widths["after"])),
+        widths,
+    )
+    fn = wrap(gpu(plain))
+    for _ in range(2):
+        near(fn(X), jax.jit(plain)(X))
+
+
+def test_an_array_that_takes_the_place_of_one_in_a_partial_is_seen():
+    box = {"w": np.eye(4, dtype=np.float32)}
+    fn = gpu(functools.partial(lambda box, x: x @ box["w"], box))
+    for factor in range(1, 5):
+        box["w"] = factor * np.eye(4, dtype=np.float32)
+        near(fn(X), factor * X)
+
+
 def test_a_function_without_arrays_gives_what_it_gives():
     assert gpu(lambda: "text")() == "text"
     assert gpu(lambda n: n + 1)(2) == 3

@@ -32,6 +32,19 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
 
 
+class Bound:
+    """A NumPy value that a `functools.partial` holds: as for JAX, a constant."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Bound) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
 def looks_for_nans() -> bool:
     """Whether JAX raises where a NaN or an infinity is computed."""
     flags = ("jax_debug_nans", "jax_debug_infs")
@@ -152,7 +165,10 @@ _RUN_LATER = {
 }
 
 
-_CONSTANTS = (bool, int, str, bytes, enum.Enum, np.dtype, type, types.EllipsisType)
+_CONSTANTS = (
+    *(bool, int, str, bytes, enum.Enum, np.dtype, type, types.EllipsisType),
+    Bound,
+)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 
 

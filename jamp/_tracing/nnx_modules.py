@@ -13,9 +13,10 @@ from numbers import Integral
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from jamp._errors import AutocastError, AutocastTypeError
-from jamp._tracing.checks import refuse_made
+from jamp._tracing.checks import Bound, refuse_made
 from jamp._tracing.nnx_graph import (
     Copies,
     apply,
@@ -42,9 +43,19 @@ class Prepared(NamedTuple):
 def unwrap(fn: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
     """The call that a call of a `functools.partial` makes, or the same call."""
     while isinstance(fn, partial):
-        args, kwargs = (*fn.args, *args), {**fn.keywords, **kwargs}
+        args, kwargs = (*_bound(fn.args), *args), {**_bound(fn.keywords), **kwargs}
         fn = fn.func
     return fn, args, kwargs
+
+
+def _bound(tree: Any) -> Any:
+    nnx = sys.modules.get("flax.nnx")
+
+    def marked(leaf: Any) -> Any:
+        return Bound(leaf) if isinstance(leaf, (np.ndarray, np.generic)) else leaf
+
+    is_leaf = partial(is_node, nnx) if nnx else None
+    return jax.tree.map(marked, tree, is_leaf=is_leaf)
 
 
 def prepare(fn: Callable[..., Any], args: Any, kwargs: Any) -> Prepared:
