@@ -78,6 +78,20 @@ def test_calls_on_one_line_have_each_its_own_dtype(function):
     assert [result.dtype.name for result in both] == ["bfloat16", "float32"]
 
 
+@pytest.mark.parametrize("device", ["gpu", "cpu"])
+@pytest.mark.parametrize("name", ["sum", "mean", "var", "prod", "cumsum"])
+@pytest.mark.parametrize("given", [int, bool])
+def test_a_dtype_that_is_named_for_numbers_without_one_is_the_results(
+    name, given, device
+):
+    fn = functools.partial(getattr(jnp, name), axis=0, dtype=jnp.bfloat16)
+    x = np.array([[0, 1], [3, 1], [5, 1]], given)
+    found = jamp.autocast(fn, device_type=device)(x)
+    assert found.dtype == jnp.bfloat16
+    expected = getattr(np, name)(x, axis=0, dtype=np.float32)
+    np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=4e-3)
+
+
 @pytest.fixture
 def own_module(tmp_path, monkeypatch):
     source = "import jax.numpy as jnp\ndef score(x, y):\n    return jnp.tanh(x @ y)\n"

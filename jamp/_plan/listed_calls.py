@@ -83,9 +83,9 @@ class ListedCall:
         rule, policy = self.ruling.rule, self.options.policy
         if rule is Rule.LOWER:
             return self.options.dtype
-        sources = self.sources.get(var)
-        if rule not in (Rule.FLOAT32, Rule.INTERNAL_FLOAT32) or not sources:
+        if rule not in (Rule.FLOAT32, Rule.INTERNAL_FLOAT32):
             return dtype
+        sources = self.sources.get(var, frozenset())
         # Of two calls on one line, which may be taken for one, each has its own.
         values = [self.entered[source] for source in sources]
         traced: DType = var.aval.dtype
@@ -96,6 +96,8 @@ class ListedCall:
         ):
             # The user named a dtype, as in softmax(x, dtype=...).
             return traced
+        if not values:
+            return dtype
         rank = max(map(_rank, values))
         # A scalar promotes nothing, and a full reduction need not be rounded.
         if rule is Rule.FLOAT32 or var.aval.ndim == 0 < rank[1]:
