@@ -12,6 +12,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import jax.scipy.stats
 import numpy as np
 import optax  # noqa: F401 - policies recognise functions of imported modules only
 from flax import nnx
@@ -51,7 +52,7 @@ _PLAIN: list[tuple[tuple[Any, ...], str]] = [
         jax.numpy.average jax.numpy.cumprod jax.numpy.cumsum jax.numpy.mean
         jax.numpy.nancumprod jax.numpy.nancumsum jax.numpy.nanmean jax.numpy.nanprod
         jax.numpy.nanstd jax.numpy.nansum jax.numpy.nanvar jax.numpy.prod
-        jax.numpy.std jax.numpy.sum jax.numpy.trace jax.numpy.var
+        jax.numpy.sinc jax.numpy.std jax.numpy.sum jax.numpy.trace jax.numpy.var
         jax.numpy.fft.hfft jax.numpy.fft.irfft
         jax.numpy.fft.irfft2 jax.numpy.fft.irfftn jax.numpy.linalg.matrix_norm
         jax.numpy.linalg.norm jax.numpy.linalg.vector_norm optax.global_norm
@@ -61,6 +62,10 @@ _PLAIN: list[tuple[tuple[Any, ...], str]] = [
     ((_ones(8),), "jax.numpy.vander"),
     ((X, X), "jax.scipy.special.kl_div jax.scipy.special.rel_entr"),
     ((_ones(600),), "jax.scipy.signal.stft"),
+    (
+        (X, X[0], np.eye(8, dtype=np.float32)),
+        "jax.scipy.stats.multivariate_normal.logpdf",
+    ),
     ((X, 0.5), "jax.numpy.nanquantile jax.numpy.quantile"),
     ((X, X.T, 1), "jax.numpy.tensordot"),
     (

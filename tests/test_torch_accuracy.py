@@ -1,4 +1,4 @@
-"""softmax, layer norm, cross entropy and gelu are as accurate as PyTorch's kernels.
+"""softmax, layer norm, cross entropy and others are as accurate as PyTorch's kernels.
 
 Those compute in float32 inside and round once, whatever the dtype of the activations.
 So does jamp, also where the program as written is in 16 bits throughout.
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import jax.scipy.stats
 import numpy as np
 import optax
 import pytest
@@ -76,6 +77,20 @@ def _naive_gelu(x):
     return half * x * (np.asarray(1, x.dtype) + np.tanh(root * (x + cubic)))
 
 
+def _naive_sinc(x):
+    angle = np.asarray(np.pi, x.dtype) * x
+    return np.where(x == 0, np.ones_like(x), np.sin(angle) / angle)
+
+
+def _exp2(x):
+    return jnp.exp2(jnp.clip(x, -12, 12))
+
+
+def _naive_exp2(x):
+    log_two, limit = np.asarray(np.log(2), x.dtype), np.asarray(12, x.dtype)
+    return np.exp(log_two * np.maximum(np.minimum(x, limit), -limit))
+
+
 KERNELS = {
     "softmax": Kernel(jax.nn.softmax, _naive_softmax, lambda x, y: np.abs(y).max()),
     "layer_norm": Kernel(_layer_norm, _naive_layer_norm, lambda x, y: np.abs(y).max()),
@@ -85,6 +100,8 @@ KERNELS = {
         lambda x, y: np.maximum(np.abs(x).max(), np.abs(y).max()),
     ),
     "gelu": Kernel(jax.nn.gelu, _naive_gelu, lambda x, y: np.abs(x)),
+    "sinc": Kernel(jnp.sinc, _naive_sinc, lambda x, y: np.ones(())),
+    "exp2": Kernel(_exp2, _naive_exp2, lambda x, y: np.abs(y)),
 }
 
 
@@ -184,3 +201,14 @@ def test_rounding_to_the_wrong_neighbour_is_found():
     x = np.array([1 + 2.0**-11 + 2.0**-13])  # just above the middle of two float16
     below, above = np.ones(1, np.float16), np.full(1, 1 + 2.0**-10, np.float16)
     assert excess(above, x, 0.0) <= 0 < excess(below, x, 0.0)
+
+
+@each_device
+def test_a_density_of_several_variables_is_that_of_float32(device):
+    rng = np.random.default_rng(0)
+    x, mean, factor = (rng.standard_normal(shape) for shape in ((16, 4), 4, (4, 4)))
+    arguments = (x, mean, factor @ factor.T + np.eye(4))
+    arguments = [jnp.asarray(argument, jnp.float32) for argument in arguments]
+    logpdf = jax.scipy.stats.multivariate_normal.logpdf
+    found = jamp.autocast(logpdf, device_type=device)(*arguments)
+    np.testing.assert_allclose(found, logpdf(*arguments), rtol=1e-5)
