@@ -55,7 +55,7 @@ from jax._src.lax import lax as _lax
 # names of transformations.
 from jax._src.source_info_util import Scope as _Scope
 
-# Nothing public ends a `user_context` inside of another.
+# Nothing public ends a `user_context` inside of another, or tells whether there is one.
 from jax._src.source_info_util import _source_info_context
 from jax.extend.core import JaxprEqn, Primitive
 from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p
@@ -173,6 +173,11 @@ def own_frames(*entries: Any) -> Iterator[None]:
         yield
     finally:
         _source_info_context.context = outer
+
+
+def in_user_context() -> bool:
+    """Whether what is traced here has the frames of a call that it stands in."""
+    return _source_info_context.context.traceback is not None
 
 
 def scope_names(name_stack: Any) -> tuple[str, ...]:

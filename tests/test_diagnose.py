@@ -246,6 +246,16 @@ def test_a_constant_that_is_not_finite_is_told():
     assert "an argument or a constant is not finite" in str(finding)
 
 
+def test_derivatives_of_library_functions_are_told_at_the_line_of_the_call():
+    def fn(x):
+        return jnp.sum(product(jax.nn.relu(product(x))) * 1e-9)
+
+    found = diagnose(fn, loss_scale=1.0)(X)
+    gates = [u for u in found.underflows if u.operation == "select_n"]
+    assert [u.location.line for u in gates] == [line_of(fn)]
+    assert "unknown" not in {histogram.module for histogram in found.histograms}
+
+
 def test_what_is_divided_by_twice_is_blamed_once():
     def fn(x, eps):
         h = x @ EYE

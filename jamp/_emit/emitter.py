@@ -13,7 +13,13 @@ from jax.extend.core import JaxprEqn
 from jax.extend.source_info_util import current_name_stack, user_context
 
 from jamp import _dtypes
-from jamp._compat import INLINE, becomes_a_program, only_staged, settings
+from jamp._compat import (
+    INLINE,
+    becomes_a_program,
+    in_user_context,
+    only_staged,
+    settings,
+)
 from jamp._emit.conversions import convert, convert_all
 from jamp._emit.iterations import Iteration
 from jamp._equations import bind_primitive, number_of
@@ -21,6 +27,7 @@ from jamp._lowerings.hook import lowering
 from jamp._plan.plan import Action, Bind, Broadcast, Cast, Plan
 from jamp._plan.values import Value
 from jamp._policy.rules import Rule
+from jamp._tracing.locations import location
 
 Arrays = Sequence[Any]
 Emission = Callable[["Emitter", Any, list[Any]], Arrays]
@@ -162,7 +169,10 @@ def emitter_of(emitter: Emitter) -> Callable[[], Emitter]:
 def _source_of(eqn: JaxprEqn, *inside: JaxprEqn) -> Iterator[None]:
     """Gives what is emitted the source, scopes and settings of nested equations."""
     names = current_name_stack() + eqn.source_info.name_stack
-    with user_context(eqn.source_info.traceback, name_stack=names), settings(eqn):
+    # A rule of a library's has no line of the user's own but that of its call.
+    called = in_user_context() and location(eqn) is None
+    traceback = None if called else eqn.source_info.traceback
+    with user_context(traceback, name_stack=names), settings(eqn):
         with _source_of(*inside) if inside else nullcontext():
             yield
 
