@@ -259,7 +259,7 @@ def autocast(
       device_type: `'gpu'` (or `'cuda'`, `'rocm'`), `'cpu'` or `'tpu'`, which chooses
         the policy; by default the backend that JAX uses.
       dtype: `jnp.float16` or `jnp.bfloat16`; by default the policy's: float16 on gpu,
-        bfloat16 on cpu and tpu.
+        bfloat16 on cpu and tpu. With `enabled=False` it may be float32 too.
       enabled: False leaves a function as it is, and a region as written.
       cache_enabled: whether one cast of a value serves all its uses.
       policy: a `jamp.Policy` to use instead of the device's own.

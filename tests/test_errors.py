@@ -91,6 +91,8 @@ def test_wrong_arguments_raise_where_they_are_written(options, error, words):
 def test_arguments_of_a_disabled_autocast_are_checked_too():
     with pytest.raises(jamp.AutocastError, match="npu"):
         jamp.autocast(device_type="npu", enabled=False)
+    with pytest.raises(jamp.AutocastError, match="got int16"):
+        jamp.autocast(dtype=jnp.int16, enabled=False)
 
 
 @pytest.mark.parametrize("value", [x22, 3, "text", jamp.Policy.load("gpu")])

@@ -155,6 +155,21 @@ def test_the_exception_of_a_body_passes_through():
     assert names(gpu(lambda x: [x @ x]), x44) == [F16]
 
 
+@pytest.mark.parametrize("dtype, found", [("float32", F32), ("bfloat16", BF16)])
+def test_a_switch_of_dtypes_disables_with_float32(dtype, found):
+    on = dtype != "float32"
+
+    def fn(x):
+        with jamp.autocast(dtype=dtype, enabled=on):
+            inside = x @ x
+        return inside, x @ x
+
+    assert names(gpu(fn), x44) == [found, F16]
+    assert names(jamp.autocast(lambda x: [x @ x], dtype=dtype, enabled=on), x44) == [
+        found
+    ]
+
+
 def test_a_disabled_function_inside_another_is_a_region():
     disabled = jamp.autocast(product, enabled=False)
     other = jamp.autocast(product, dtype=jnp.bfloat16)

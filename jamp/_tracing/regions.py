@@ -64,12 +64,11 @@ class Arguments:
     def __post_init__(self) -> None:
         if self.device_type is not None:
             device_kind(self.device_type)
-        if self.dtype is not None:
-            _low_dtype(self.dtype)
         for name in ("enabled", "cache_enabled"):
             flag = getattr(self, name)
             if not isinstance(flag, bool | np.bool_):
                 raise AutocastTypeError(f"{name} must be True or False, got {flag!r}")
+        self._low_dtype()
         if self.policy is not None and not isinstance(self.policy, Policy):
             named = isinstance(self.policy, str)
             got = f"{self.policy!r}" if named else type(self.policy).__name__
@@ -86,9 +85,27 @@ class Arguments:
         else:
             kind = device_kind(self.device_type)
             policy = policy or Policy.load(kind)
-        dtype = policy.dtype if self.dtype is None else _low_dtype(self.dtype)
+        dtype = self._low_dtype()
+        if dtype is None:
+            dtype = policy.dtype
         return Options(
             policy, dtype, kind, bool(self.enabled), bool(self.cache_enabled)
+        )
+
+    def _low_dtype(self) -> DType | None:
+        """The dtype to compute in; None is the policy's own."""
+        if self.dtype is None:
+            return None
+        found = _dtype("dtype", self.dtype, _dtypes.LOW_NAMES)
+        if found in _dtypes.LOW_DTYPES:
+            return found
+        if found == _dtypes.FLOAT32 and not self.enabled:
+            return None  # what a switch of dtypes says where nothing is to be 16-bit
+        # Without x64 JAX takes float64 for float32.
+        got = np.dtype(self.dtype) if found == _dtypes.FLOAT32 else found
+        raise AutocastError(
+            f"dtype must be {_dtypes.LOW_NAMES}, got {got}; leave it out for the "
+            "policy's own, or use enabled=False to compute as written"
         )
 
 
@@ -144,18 +161,6 @@ def check_floating(name: str, dtype: Any) -> DType:
     found = _dtype(name, dtype, "a floating dtype")
     if not jax.dtypes.issubdtype(found, np.floating):
         raise AutocastTypeError(f"{name} must be a floating dtype, got {found}")
-    return found
-
-
-def _low_dtype(dtype: Any) -> DType:
-    found = _dtype("dtype", dtype, _dtypes.LOW_NAMES)
-    if found not in _dtypes.LOW_DTYPES:
-        # Without x64 JAX takes float64 for float32.
-        got = np.dtype(dtype) if found == _dtypes.FLOAT32 else found
-        raise AutocastError(
-            f"dtype must be {_dtypes.LOW_NAMES}, got {got}; leave it out for the "
-            "policy's own, or use enabled=False to compute as written"
-        )
     return found
 
 
