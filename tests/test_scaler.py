@@ -359,7 +359,7 @@ def test_what_a_state_dict_lacks_is_given_when_it_is_loaded():
 
 def test_loading_a_dict_that_lacks_a_key_names_it():
     saved = GradScaler().state_dict(state_of(1.0))
-    with pytest.raises(ScalerError, match="source state dict is empty"):
+    with pytest.raises(ScalerError, match=r"dict is empty, .* enabled=False makes"):
         GradScaler.load_state_dict({})
     for key in saved:
         with pytest.raises(ScalerError, match=f"lacks '{key}';"):

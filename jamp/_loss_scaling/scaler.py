@@ -355,7 +355,7 @@ class GradScaler:
         if not state_dict:
             raise ScalerError(
                 "The source state dict is empty, possibly because it was saved from a "
-                "disabled instance of GradScaler."
+                "disabled instance of GradScaler, which enabled=False makes again"
             )
         _checked(options)
         low, high = options.get("min_scale", cls.min_scale), options.get("max_scale")
