@@ -60,10 +60,11 @@ def dynamic_loss_scaling(
         loss, grads = jamp.value_and_grad(loss_fn)(opt_state, params, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
 
-    What comes before it in an `optax.chain` sees scaled gradients, and what wraps it
-    counts skipped steps too. To accumulate gradients, let it wrap `optax.MultiSteps`:
-    the scale stays as it is during a batch, and an overflow in one micro-batch skips
-    the whole batch. The other way round, `optax.MultiSteps` never forgets an inf.
+    What comes before it in an `optax.chain` sees scaled gradients. What comes after it,
+    or wraps it, takes skipped steps too: a schedule counts them, and weight decay moves
+    the parameters. To accumulate gradients, let it wrap `optax.MultiSteps`: the scale
+    stays as it is during a batch, and an overflow in one micro-batch skips the whole
+    batch. The other way round, `optax.MultiSteps` never forgets an inf.
 
     Args:
       inner: the optimizer, or an `optax.MultiSteps`.
