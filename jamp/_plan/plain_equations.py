@@ -355,7 +355,8 @@ def plan_convert(equation: Equation) -> list[Value]:
     if promoted or (traced == target and eqn.params["weak_type"]):
         caster.plan.changed = True
         return [value]
-    if value.dtype == traced:
+    # A constant is as weak as its reader needs it.
+    if value.dtype == traced and (traced != target or not value.follows):
         (result,) = cast_and_bind(equation, Dtypes((None,)))
         known = value.traits.numbers and held(value.traits.numbers, target)
         return [result.knowing(numbers=known)]
