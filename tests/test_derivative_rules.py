@@ -436,7 +436,7 @@ def test_rules_that_jax_keeps_serve_their_own_side_alone(rule, first):
 
 
 @pytest.mark.skipif(
-    not hasattr(jax.custom_vjp, "defvjp_with_logs"), reason="it needs JAX 0.12"
+    not hasattr(jax.custom_vjp, "defvjp_with_logs"), reason="it needs JAX 0.11.2"
 )
 @pytest.mark.parametrize("loop", [False, True])
 @pytest.mark.parametrize("within", [lambda fn: fn, jax.jit], ids=["eager", "jit"])

@@ -19,7 +19,7 @@ from jamp._tracing.casts import make_jaxpr
 from jamp._tracing.regions import Options
 from jamp._tracing.trace import with_arrays
 
-# Whether a backward rule may log: from JAX 0.12 on.
+# Whether a backward rule may log: not in every supported release.
 LOGS = hasattr(jax.custom_vjp, "defvjp_with_logs")
 
 
