@@ -100,9 +100,9 @@ class _Writer:
         self._records = Rewritten(plan.records, self._wide, self._readers.names)
 
     def variant(self, wide: frozenset[int], rounded: frozenset[int]) -> Variant:
-        """For inputs that are at hand, and for those that may have been rounded."""
+        """For inputs that are at hand, and arguments that may have been rounded."""
         inputs = list(self._plan.inputs)
-        self._probabilities.add(inputs, rounded)
+        self._probabilities.add(self._plan.arguments, rounded)
         for place in wide:
             inputs[place] = self._given(inputs[place])
         for action in self._plan.actions:
