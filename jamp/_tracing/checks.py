@@ -32,14 +32,14 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
 
 
-class Bound:
+class Constant:
     """A NumPy value that a `functools.partial` holds: as for JAX, a constant."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Bound) and self.value is other.value
+        return isinstance(other, Constant) and self.value is other.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -167,7 +167,7 @@ _RUN_LATER = {
 
 _CONSTANTS = (
     *(bool, int, str, bytes, enum.Enum, np.dtype, type, types.EllipsisType),
-    Bound,
+    Constant,
 )
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jamp._errors import AutocastError, AutocastTypeError
-from jamp._tracing.checks import Bound, refuse_made
+from jamp._tracing.checks import Constant, refuse_made
 from jamp._tracing.nnx_graph import (
     Copies,
     apply,
@@ -52,7 +52,7 @@ def _bound(tree: Any) -> Any:
     nnx = sys.modules.get("flax.nnx")
 
     def marked(leaf: Any) -> Any:
-        return Bound(leaf) if isinstance(leaf, (np.ndarray, np.generic)) else leaf
+        return Constant(leaf) if isinstance(leaf, (np.ndarray, np.generic)) else leaf
 
     is_leaf = partial(is_node, nnx) if nnx else None
     return jax.tree.map(marked, tree, is_leaf=is_leaf)

@@ -22,7 +22,7 @@ from jamp import _dtypes, _primitives
 from jamp._compat import is_made_by_jax, trace_of
 from jamp._equations import constants, equations
 from jamp._tracing.casts import make_jaxpr
-from jamp._tracing.checks import Bound, is_array, refuse_made
+from jamp._tracing.checks import Constant, is_array, refuse_made
 from jamp._tracing.regions import Options
 
 
@@ -74,7 +74,7 @@ def pass_for(fn: Callable[..., Any], stand_in: Any) -> None:
 def trace(fn: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> Traced:
     leaves, tree = jax.tree.flatten((args, kwargs))
     positions = _positions(leaves)
-    leaves = [leaf.value if isinstance(leaf, Bound) else leaf for leaf in leaves]
+    leaves = [leaf.value if isinstance(leaf, Constant) else leaf for leaf in leaves]
     out: dict[str, Any] = {}
 
     def flat(*args: Any, **kwargs: Any) -> list[Any]:
