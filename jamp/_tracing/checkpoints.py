@@ -21,8 +21,9 @@ def as_checkpoint(eqn: JaxprEqn) -> Any:
     made: Any = eqn.params.get("_prim")
     if isinstance(made, CheckpointName):
         return eqn.replace(primitive=name_p, params={"name": made.name})
-    arrays = all(is_plain_array(var.aval) for var in (*eqn.invars, *eqn.outvars))
-    if not isinstance(made, RematTraced) or not arrays or eqn.effects:
+    if not isinstance(made, RematTraced) or eqn.effects:
+        return eqn
+    if not all(is_plain_array(var.aval) for var in (*eqn.invars, *eqn.outvars)):
         return eqn
     params = {
         "jaxpr": getattr(made.jaxpr, "jaxpr", made.jaxpr),
