@@ -342,11 +342,10 @@ def _framed(rule: Any) -> Any:
 
 @_hidden
 def _run_rule(rule: Callable[..., Any], *arrays: Any) -> Any:
-    call = _source_info_context.context
-    if call.traceback is None:  # JAX runs no equation
+    if not in_user_context():
         return rule(*arrays)
     entry = _RuleOf()
-    entry.frames = _frames(call)
+    entry.frames = _frames(_source_info_context.context)
     with own_frames(entry):
         return rule(*arrays)
 

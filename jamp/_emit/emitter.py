@@ -61,9 +61,10 @@ class Made:
         """What `make` gave for this key; without a key it is made anew."""
         if not _is_hashable(key):
             return make()
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
+        found = self._made.get(key)  # a key may be long, and is hashed each time
+        if found is None:
+            found = self._made[key] = make()
+        return found
 
 
 class Emitter:
