@@ -44,6 +44,103 @@ CONVOLUTIONS = {
     ),
     "groups": ((2, 4, 4, 4), (3, 3, 2, 6), dict(feature_group_count=2)),
     "groups of the batch": ((4, 4, 4, 2), (3, 3, 2, 6), dict(batch_group_count=2)),
+    "groups with strides": (
+        (2, 5, 4, 4),
+        (3, 2, 2, 6),
+        dict(feature_group_count=2, window_strides=(2, 1)),
+    ),
+    "groups, channels first": (
+        (2, 4, 5, 5),
+        (6, 2, 2, 3),
+        dict(feature_group_count=2, dimension_numbers=("NCHW", "OIHW", "NCHW")),
+    ),
+    "groups, mixed orders": (
+        (5, 2, 4, 6),
+        (3, 2, 6, 2),
+        dict(feature_group_count=3, dimension_numbers=("HNWC", "WIOH", "CWNH")),
+    ),
+    "groups, transposed": (
+        (2, 3, 3, 4),
+        (1, 2, 2, 6),
+        dict(feature_group_count=2, lhs_dilation=(2, 3)),
+    ),
+    "two of each feature": ((2, 5, 4, 3), (3, 3, 1, 6), dict(feature_group_count=3)),
+    "depthwise": (
+        (2, 5, 6, 4),
+        (3, 2, 1, 4),
+        dict(feature_group_count=4, padding=[(1, 1), (0, 1)]),
+    ),
+    "depthwise, of many rows": (
+        (1, 19, 3, 2),
+        (3, 2, 1, 2),
+        dict(feature_group_count=2, padding=[(1, 1), (0, 1)]),
+    ),
+    "depthwise, strides": (
+        (2, 7, 6, 4),
+        (3, 3, 1, 4),
+        dict(feature_group_count=4, window_strides=(2, 3)),
+    ),
+    "depthwise, dilated window": (
+        (2, 9, 7, 2),
+        (3, 2, 1, 2),
+        dict(feature_group_count=2, rhs_dilation=(2, 3), window_strides=(2, 1)),
+    ),
+    "depthwise, transposed": (
+        (2, 3, 4, 2),
+        (3, 2, 1, 2),
+        dict(feature_group_count=2, lhs_dilation=(2, 3), padding=[(1, 1), (2, 0)]),
+    ),
+    "depthwise, transposed with gaps": (
+        (2, 3, 4, 2),
+        (1, 2, 1, 2),
+        dict(feature_group_count=2, lhs_dilation=(2, 3)),
+    ),
+    "depthwise, both dilated": (
+        (2, 3, 4, 2),
+        (2, 2, 1, 2),
+        dict(feature_group_count=2, lhs_dilation=(2, 1), rhs_dilation=(1, 2)),
+    ),
+    "depthwise, negative padding": (
+        (2, 6, 6, 2),
+        (3, 2, 1, 2),
+        dict(feature_group_count=2, padding=[(-1, 1), (3, -2)]),
+    ),
+    "depthwise, a large window": (
+        (1, 9, 9, 2),
+        (9, 8, 1, 2),
+        dict(feature_group_count=2, padding="SAME"),
+    ),
+    "depthwise, channels first": (
+        (2, 4, 5, 5),
+        (4, 1, 2, 3),
+        dict(feature_group_count=4, dimension_numbers=("NCHW", "OIHW", "NCHW")),
+    ),
+    "depthwise, mixed orders": (
+        (5, 2, 4, 3),
+        (3, 1, 3, 2),
+        dict(feature_group_count=3, dimension_numbers=("HNWC", "WIOH", "CWNH")),
+    ),
+    "depthwise, 1D": (
+        (2, 8, 3),
+        (4, 1, 3),
+        dict(
+            feature_group_count=3,
+            dimension_numbers=("NHC", "HIO", "NHC"),
+            padding=[(3, 0)],
+        ),
+    ),
+    "depthwise, 3D": (
+        (1, 4, 3, 5, 2),
+        (2, 3, 2, 1, 2),
+        dict(feature_group_count=2, dimension_numbers=("NDHWC", "DHWIO", "NDHWC")),
+    ),
+    "depthwise, empty batch": ((0, 4, 4, 2), (3, 3, 1, 2), dict(feature_group_count=2)),
+    "depthwise, smaller than the window": (
+        (2, 2, 2, 2),
+        (3, 3, 1, 2),
+        dict(feature_group_count=2),
+    ),
+    "one feature": ((2, 5, 5, 1), (3, 3, 1, 1), dict(padding="SAME")),
     "channels first": (
         (2, 3, 5, 5),
         (130, 3, 2, 3),
@@ -134,3 +231,30 @@ def test_a_place_in_the_window_may_be_far_from_the_first():
     shape = patches.Shape((1,), ((0, 0),), (1,), (far,), numbers, 1, 1)
     found = jax.jit(lambda x, w: patches.by_windows(x, w, shape, [2], FLOAT32))(x, w)
     np.testing.assert_array_equal(found.ravel(), [30, 0])
+
+
+@pytest.mark.parametrize(("groups", "of_weights_alone"), [(8, False), (2, True)])
+def test_what_xla_convolves_a_feature_at_a_time_it_is_not_given(
+    groups, of_weights_alone
+):
+    """A depthwise convolution with its gradients, and what weights in groups get."""
+    x, w = jnp.ones((2, 9, 9, 8)), jnp.ones((3, 3, 8 // groups, 8))
+
+    def loss(w, x):
+        y = lax.conv_general_dilated(
+            x,
+            w,
+            (1, 1),
+            "SAME",
+            dimension_numbers=NHWC,
+            feature_group_count=groups,
+        )
+        return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    def convolutions(fn):
+        text = jax.jit(jax.grad(fn, (0, 1))).lower(w, x).compile().as_text()
+        return text.count(" convolution(")
+
+    assert convolutions(loss) == 3
+    # Forward and for the gradient of the pictures, if at all.
+    assert convolutions(cast(loss)) == (2 if of_weights_alone else 0)

@@ -2,8 +2,8 @@
 
 XLA has no 16-bit convolutions for CPUs, but products: patches of the pictures times the
 weights. Writing the patches costs as much as some 200 multiplications with each of
-their elements, so that it depends on the shapes what is faster; see
-docs/experiments.md.
+their elements, so that it depends on the shapes what is faster. Convolutions of each
+feature by itself are sums; see docs/experiments.md.
 """
 
 import itertools
@@ -18,6 +18,12 @@ from jax import lax
 
 from jamp._dtypes import BFLOAT16, FLOAT32, DType
 from jamp._lowerings.bilinear import PRECISION, Taken, define, in_float32, run_as
+from jamp._lowerings.depthwise import (
+    depthwise,
+    gradient_of_depthwise,
+    is_depthwise,
+    is_gradient_of_depthwise,
+)
 from jamp._lowerings.patches import (
     Shape,
     as_bits,
@@ -46,12 +52,11 @@ def _convolve_on_cpu(
     they were. Weights are: they may be stored so.
     """
     shape, to = Shape.of(params), params["preferred_element_type"]
-    groups = shape.feature_group_count > 1 or shape.batch_group_count > 1
     sizes = [*lhs.shape, *rhs.shape]
     known = all(isinstance(size, int) and size > 0 for size in sizes)
     # On several devices each would take patches of all pictures.
     parts = taken.whole and this_processor().of_x86
-    if lhs.dtype == BFLOAT16 and parts and known and not groups:
+    if lhs.dtype == BFLOAT16 and parts and known:
         if all(d == 1 for d in shape.lhs_dilation):
             return _convolved(lhs, rhs, shape, to, taken.wide)
         if all(s == 1 for s in (*shape.window_strides, *shape.rhs_dilation)):
@@ -60,27 +65,39 @@ def _convolve_on_cpu(
 
 
 def _convolved(lhs: Any, rhs: Any, shape: Shape, to: DType, wide: Any) -> Any:
-    """A convolution without groups and without a dilated left operand."""
-    dims = shape.dimension_numbers
+    """A convolution without a dilated left operand."""
     outs = _out_sizes(lhs, rhs, shape)
-    window, places = math.prod(rhs.shape[d] for d in dims.rhs_spec[2:]), math.prod(outs)
+    window = math.prod(rhs.shape[d] for d in shape.dimension_numbers.rhs_spec[2:])
+    places = math.prod(outs)
+    in_groups = shape.feature_group_count > 1 or shape.batch_group_count > 1
+    # Pictures are rounded part by part: XLA would write them all, twice if they are
+    # padded in two ways. Where it moves 16 bits as float32, it rounds them all anyway.
+    pictures = rounded(wide) if CONVERTS_STACKS else wide
+    if places and is_depthwise(lhs, rhs, shape) and window <= _MOST_SLICES:
+        return depthwise(wide, rhs, shape, outs, to)
+    if places and shape.batch_group_count > 1 and places <= _MOST_SLICES:
+        if is_gradient_of_depthwise(lhs, rhs, shape):
+            return gradient_of_depthwise(wide, rhs, shape, outs, to)
+        return by_places(pictures, rhs, shape, outs, to)
+    if in_groups or not places or not _are_worth(rhs, shape, window, places):
+        return _by_xla(wide, rhs, shape, to)
+    convolve = by_windows if window <= places else by_places
+    single = min(window, places) == 1
+    return convolve(lhs if single else pictures, rhs, shape, outs, to)
+
+
+def _are_worth(rhs: Any, shape: Shape, window: int, places: int) -> bool:
+    """Whether patches are worth their time."""
     by_window = window <= places
     strided = not by_window and math.prod(shape.rhs_dilation) > 1
-    reused, into = (rhs.shape[d] for d in dims.rhs_spec[:2])
+    reused, into = (rhs.shape[d] for d in shape.dimension_numbers.rhs_spec[:2])
     # Slices of few features take longer to stack than the convolution.
     long = not by_window or into >= _LEAST_FEATURES
     count = min(window, places)
     worth = long and reused >= (
         _LEAST_REUSED_WITH_AMX if this_processor().has_amx else _LEAST_REUSED
     )
-    taken = count == 1 or (count <= _MOST_SLICES and (strided or worth))
-    if min(outs, default=1) == 0 or not taken:
-        return _by_xla(wide, rhs, shape, to)
-    # Pictures are rounded part by part: XLA would write them all, twice if they are
-    # padded in two ways. Where it moves 16 bits as float32, it rounds them all anyway.
-    pictures = rounded(wide) if CONVERTS_STACKS else wide
-    convolve = by_windows if by_window else by_places
-    return convolve(lhs if count == 1 else pictures, rhs, shape, outs, to)
+    return count == 1 or (count <= _MOST_SLICES and (strided or worth))
 
 
 def _by_xla(
@@ -138,7 +155,8 @@ def _phase(
 ) -> Any:
     lhs_spec, rhs_spec, out_spec = shape.dimension_numbers
     padding = []
-    sizes = {out_spec[0]: lhs.shape[lhs_spec[0]], out_spec[1]: rhs.shape[rhs_spec[0]]}
+    count = lhs.shape[lhs_spec[0]] // shape.batch_group_count
+    sizes = {out_spec[0]: count, out_spec[1]: rhs.shape[rhs_spec[0]]}
     for at, (phase, dilation, size) in enumerate(phases):
         low, _ = shape.padding[at]
         first = min((low - phase) % dilation, rhs.shape[rhs_spec[2 + at]])

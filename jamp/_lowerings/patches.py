@@ -97,7 +97,7 @@ def _steps(
     return [Steps(*of) for of in described]
 
 
-def _padded(lhs: Any, shape: Shape) -> Any:
+def padded(lhs: Any, shape: Shape) -> Any:
     config = [(0, 0, 0)] * lhs.ndim
     spatial = shape.dimension_numbers.lhs_spec[2:]
     for d, (low, high) in zip(spatial, shape.padding, strict=True):
@@ -116,14 +116,14 @@ def _folded(lhs: Any, shape: Shape, steps: list[Steps]) -> tuple[Any, list[Steps
     neighbours = beside and stride > 1 and taps > 1 and last.dilation == 1
     # Where XLA moves each element by itself, nothing is gained.
     if CONVERTS_STACKS or not neighbours:
-        return _padded(lhs, shape), steps
+        return padded(lhs, shape), steps
     features = [min(stride, taps - at) * each for at in range(0, taps, stride)]
     blocks = last.size + len(features) - 1
     low, _ = shape.padding[-1]
     padding = *shape.padding[:-1], (low, blocks * stride - low - lhs.shape[last.dim])
     # XLA would compute the new shape's indices for each element that it pads.
-    padded = lax.optimization_barrier(_padded(lhs, shape._replace(padding=padding)))
-    folded = padded.reshape(*padded.shape[: last.dim], blocks, stride * each)
+    wider = lax.optimization_barrier(padded(lhs, shape._replace(padding=padding)))
+    folded = wider.reshape(*wider.shape[: last.dim], blocks, stride * each)
     return folded, [*others, last._replace(stride=1, features=features)]
 
 
@@ -138,7 +138,7 @@ def by_windows(lhs: Any, rhs: Any, shape: Shape, outs: Sequence[int], to: DType)
     windows = [rhs.shape[d] for d in window]
     steps = _steps(lhs, shape, outs, shape.window_strides, windows, shape.rhs_dilation)
     if weights.shape[0] == rhs.shape[into]:
-        return _of_windows(_padded(lhs, shape), weights, shape, steps, to)
+        return _of_windows(padded(lhs, shape), weights, shape, steps, to)
     rows = spatial[0]
     each = math.prod(outs) * weights.shape[0] * BFLOAT16.itemsize
     pictures = _part(lhs.shape[batch], each)
@@ -238,17 +238,21 @@ def _of_places(
     lhs: Any, rhs: Any, to: DType, *, shape: Shape, outs: Sequence[int]
 ) -> Any:
     """The same of some pictures, at once."""
-    lhs_spec, (_, into, *window), out_spec = shape.dimension_numbers
+    lhs_spec, (out, into, *window), out_spec = shape.dimension_numbers
     batch, feature, *spatial = lhs_spec
-    lhs = _padded(lhs, shape)
+    lhs = padded(lhs, shape)
     windows = [rhs.shape[d] for d in window]
     steps = _steps(lhs, shape, windows, shape.rhs_dilation, outs, shape.window_strides)
     at = max(batch, feature)
     patches = from_bits(jnp.stack(_slices(lhs, feature, steps), at))
     # Where the dimensions of the pictures are now.
     batch, feature, *spatial = (d + (d >= at) for d in lhs_spec)
-    numbers: Any = ((feature, *spatial), (into, *window)), ((), ())
-    result = multiply_on_cpu(patches, rhs, numbers, to)
+    added: Any = (feature, *spatial), (into, *window)
+    if shape.batch_group_count == 1:
+        result = multiply_on_cpu(patches, rhs, (added, ((), ())), to)
+    else:
+        dims = (batch, out), added
+        result = _in_groups(patches, rhs, shape.batch_group_count, dims, to)
     # The stacked dimension stands beside that of the batch.
     stack = 0 if at < batch else 1
     rest = result.shape[stack + 1 :]
@@ -256,6 +260,35 @@ def _of_places(
     first = 0 if stack else len(outs)
     order = [first, result.ndim - 1, *range(stack, stack + len(outs))]
     return lax.transpose(result, [order[out_spec.index(d)] for d in range(lhs.ndim)])
+
+
+def _in_groups(
+    lhs: Any,
+    rhs: Any,
+    groups: int,
+    dims: tuple[tuple[int, int], tuple[Sequence[int], Sequence[int]]],
+    to: DType,
+) -> Any:
+    """A product for each group of a dimension of both operands, side by side.
+
+    Args:
+      lhs: the left operand.
+      rhs: the right one, of which no other dimension is left.
+      groups: how many there are.
+      dims: the dimensions that are in groups, and those that are added up.
+      to: the dtype of the result.
+    """
+    arrays, added = [], []
+    for array, split, summed in zip((lhs, rhs), *dims, strict=True):
+        sizes = [*array.shape]
+        sizes[split : split + 1] = groups, sizes[split] // groups
+        arrays.append(array.reshape(sizes))
+        added.append(tuple(d + (d > split) for d in summed))
+    (left, right), ((first, second), _) = added, dims
+    numbers: Any = (left, right), ((first,), (second,))
+    left_array, right_array = arrays
+    result = multiply_on_cpu(left_array, right_array, numbers, to)
+    return lax.collapse(jnp.moveaxis(result, 0, -2), result.ndim - 2)
 
 
 def _slices(lhs: Any, feature: int, steps: Sequence[Steps]) -> list[Any]:
