@@ -152,6 +152,9 @@ def test_a_cpu_compares_nothing_in_16_bits():
 
     assert compared(by_hand(network))
     assert not compared(cast(network))
+    # Nor of what is in 16 bits as it was written.
+    in_16_bits = jamp.autocast(network, device_type="cpu")
+    assert not compared(lambda x: in_16_bits(x.astype(LOW)))
 
 
 def test_traced_programs_compare_in_16_bits_everywhere():

@@ -27,6 +27,13 @@ def has_own_product(name: str, dtypes: Sequence[Any]) -> bool:
     return dtypes[0] == dtypes[1] and dtypes[0] in _dtypes.LOW_DTYPES
 
 
+def has_own_primitive(eqn: JaxprEqn, dtypes: Sequence[Any]) -> bool:
+    """Whether a primitive of jamp's own is bound for an equation in some dtypes."""
+    if eqn.primitive in orders.OWN:
+        return bool(dtypes[0] == _dtypes.BFLOAT16)
+    return has_own_product(eqn.primitive.name, dtypes)
+
+
 def lowering(
     eqn: JaxprEqn, avals: Sequence[Any], weights: tuple[int, ...] = ()
 ) -> tuple[Primitive, dict[str, Any]]:
@@ -43,7 +50,7 @@ def lowering(
         params = _params_of_product(params, avals)
     elif name in _primitives.SCATTERS:
         params = _params_of_scatter(eqn, avals)
-    elif eqn.primitive in orders.OWN and avals[0].dtype == _dtypes.BFLOAT16:
+    elif has_own_primitive(eqn, [aval.dtype for aval in avals]):
         return orders.OWN[eqn.primitive], params
     return eqn.primitive, params
 

@@ -15,7 +15,7 @@ from jamp import _dtypes, _primitives
 from jamp._compat import frames, settings
 from jamp._dtypes import FLOAT32, DType
 from jamp._equations import contracted, holds_program
-from jamp._lowerings.hook import has_own_product
+from jamp._lowerings.hook import has_own_primitive, has_own_product
 from jamp._plan.biases import free_dims, moved, product_and_bias
 from jamp._plan.plan import Bind, Broadcast, Equation
 from jamp._plan.records import Origin, Ruling
@@ -190,8 +190,8 @@ def cast_and_bind(equation: Equation, dtypes: Dtypes) -> list[Value]:
     results = [Value.of(var.aval, dtype, traits) for var, dtype in made]
     if eqn.primitive.name in _primitives.MOVEMENT and cast[0].number in plan.given:
         plan.given.update(value.number for value in results)
-    lowers = caster.record.ruling.rule is Rule.LOWER
-    changed = used != traced or (lowers and has_own_product(eqn.primitive.name, used))
+    ruled = caster.record.ruling.rule is not Rule.AS_TRACED
+    changed = used != traced or (ruled and has_own_primitive(eqn, used))
     plan.changed |= changed
     weights = _weights(equation, used) if changed else {}
     taken, lowered = [*cast, *weights.values()], used if changed else None
