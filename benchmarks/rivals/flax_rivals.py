@@ -77,7 +77,7 @@ def flax_rivals(platform: str) -> dict[str, FlaxRival]:
 
     On GPUs there is autocast in both 16-bit dtypes, in float16 with loss scaling, and
     float32 in both settings of its matmuls; on CPUs autocast with XLA's scheduler that
-    needs the least memory.
+    needs the least memory, and autocast of the model that is written by hand.
     """
     rivals = {"float32": FlaxRival()}
     if platform == "gpu":
@@ -90,6 +90,9 @@ def flax_rivals(platform: str) -> dict[str, FlaxRival]:
     else:
         rivals["memory bfloat16"] = FlaxRival(
             transform=jamp.autocast(dtype=jnp.bfloat16), scheduler=MEMORY
+        )
+        rivals["both bfloat16"] = FlaxRival(
+            dtype=jnp.bfloat16, transform=jamp.autocast(dtype=jnp.bfloat16)
         )
     return rivals | {
         "by hand bfloat16": FlaxRival(dtype=jnp.bfloat16),
