@@ -98,6 +98,9 @@ def train(
         if number == OVERFLOW_IN_STEP:
             x = x.at[0].multiply(1e6)  # more than float16 holds
         params, opt_state = step(params, opt_state, *put((x, y), rows))
+        # On CPUs devices that wait for each other share a few threads, which the steps
+        # under way at once may all have taken.
+        jax.block_until_ready(opt_state)
     return Result(
         loss=float(loss_fn(params, *teacher.batch(num_steps, outputs=OUTPUTS))),
         skipped=int(opt_state.skipped_steps),

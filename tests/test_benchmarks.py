@@ -214,6 +214,12 @@ def test_a_rival_that_fails_is_a_figure_and_the_others_go_on(monkeypatch):
     assert summary["rivals"]["float32"]["step_ratio"]["median"] == 1
 
 
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_each_rival_has_a_colour_to_be_drawn_in(platform):
+    kinds = tuple(step_summary.COLORS)
+    assert all(name.startswith(kinds) for name in flax_rivals(platform))
+
+
 def test_a_rival_without_time_left_is_left_out():
     now = time.monotonic()
     _, summary = measured("mlp", "inference", "autocast", deadline=now)

@@ -6,6 +6,7 @@ features at a time as the processor's vectors hold.
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
@@ -18,6 +19,8 @@ from jamp._lowerings.patches import Shape, padded
 # Of so many rows of a picture at a time the products are added up before the sums of
 # the rows before are read.
 _MOST_ROWS = 16
+# So many products are written out, of all places in the other dimensions of the window.
+_MOST_TERMS = 128
 
 
 def is_depthwise(lhs: Any, rhs: Any, shape: Shape) -> bool:
@@ -81,8 +84,9 @@ class _Rows(NamedTuple):
     reach: int
 
     @classmethod
-    def of(cls, rows: int, taps: int, shape: Shape) -> Self:
-        parts = -(-rows // _MOST_ROWS)
+    def of(cls, rows: int, outs: Sequence[int], shape: Shape) -> Self:
+        taps, sums = outs[0], math.prod(outs[1:])
+        parts = -(-rows // max(1, min(_MOST_ROWS, _MOST_TERMS // sums)))
         stride, dilation = shape.rhs_dilation[0], shape.window_strides[0]
         reach = (taps - 1) * dilation + 1
         return cls(parts, -(-rows // parts), stride, dilation, reach)
@@ -103,7 +107,7 @@ def gradient_of_depthwise(
     """
     window, out_spec = shape.dimension_numbers.rhs_spec[2:], shape.dimension_numbers[2]
     first, *places = (rhs.shape[d] for d in window)
-    rows = _Rows.of(first, outs[0], shape)
+    rows = _Rows.of(first, outs, shape)
     pictures, cotangents = _in_rows(lhs, rhs, shape, rows)
     others = [*itertools.product(*map(range, outs[1:]))]
 
