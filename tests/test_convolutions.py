@@ -140,6 +140,11 @@ CONVOLUTIONS = {
         (3, 3, 1, 2),
         dict(feature_group_count=2),
     ),
+    "depthwise, a point": (
+        (2, 4),
+        (4, 1),
+        dict(feature_group_count=4, dimension_numbers=("NC", "OI", "NC")),
+    ),
     "one feature": ((2, 5, 5, 1), (3, 3, 1, 1), dict(padding="SAME")),
     "channels first": (
         (2, 3, 5, 5),

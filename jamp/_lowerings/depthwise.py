@@ -30,9 +30,9 @@ def is_depthwise(lhs: Any, rhs: Any, shape: Shape) -> bool:
 
 
 def is_gradient_of_depthwise(lhs: Any, rhs: Any, shape: Shape) -> bool:
-    """Whether this is the convolution that makes the gradient of such weights."""
+    """Whether this makes the gradient of such weights, and pictures have rows."""
     counts = lhs.shape[shape.dimension_numbers.lhs_spec[0]], _features(rhs, shape)
-    return counts == (shape.batch_group_count,) * 2
+    return lhs.ndim > 2 and counts == (shape.batch_group_count,) * 2
 
 
 def _features(rhs: Any, shape: Shape) -> int:
