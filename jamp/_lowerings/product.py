@@ -12,7 +12,7 @@ from jax import lax
 from jamp._dtypes import BFLOAT16, FLOAT16, FLOAT32, LOW_DTYPES, DType
 from jamp._lowerings.bilinear import PRECISION, Taken, define
 from jamp._lowerings.processor import this_processor
-from jamp._lowerings.releases import ROUNDS_PRODUCTS
+from jamp._lowerings.releases import KEEPS_BARRIERS, ROUNDS_PRODUCTS
 
 # Of fewer multiplications XLA writes bfloat16 more slowly than float32, to be rounded.
 _ROUNDED_FROM = 2**26
@@ -23,7 +23,8 @@ _WIDE = 8
 # With more rows, or a smaller matrix, float32 is worth the casts of the operands.
 _FEW_ROWS = 32
 _LARGE = 2**20
-# Of stacks of matrices with fewer multiplications in each, XLA makes loops on JAX 0.10.
+# Of stacks of matrices with fewer multiplications in each, XLA makes loops up to JAX
+# 0.11.0.
 _LOOPED_BELOW = 2**9
 
 Dims = tuple[int, ...]
@@ -159,7 +160,7 @@ def _is_looped(left: _Factor, right: _Factor) -> bool:
     write so; the barriers behind products by instructions keep that from going away.
     """
     multiplications = _size(left.array, left.added) * left.rows * right.rows
-    return bool(left.batch) and not ROUNDS_PRODUCTS and multiplications < _LOOPED_BELOW
+    return bool(left.batch) and not KEEPS_BARRIERS and multiplications < _LOOPED_BELOW
 
 
 def _in_two_rows(
