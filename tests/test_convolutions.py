@@ -44,6 +44,7 @@ CONVOLUTIONS = {
     ),
     "groups": ((2, 4, 4, 4), (3, 3, 2, 6), dict(feature_group_count=2)),
     "groups of the batch": ((4, 4, 4, 2), (3, 3, 2, 6), dict(batch_group_count=2)),
+    "groups, 1x1": ((2, 4, 4, 4), (1, 1, 2, 6), dict(feature_group_count=2)),
     "groups with strides": (
         (2, 5, 4, 4),
         (3, 2, 2, 6),

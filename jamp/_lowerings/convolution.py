@@ -69,21 +69,25 @@ def _convolved(lhs: Any, rhs: Any, shape: Shape, to: DType, wide: Any) -> Any:
     outs = _out_sizes(lhs, rhs, shape)
     window = math.prod(rhs.shape[d] for d in shape.dimension_numbers.rhs_spec[2:])
     places = math.prod(outs)
-    in_groups = shape.feature_group_count > 1 or shape.batch_group_count > 1
-    # Pictures are rounded part by part: XLA would write them all, twice if they are
-    # padded in two ways. Where it moves 16 bits as float32, it rounds them all anyway.
-    pictures = rounded(wide) if CONVERTS_STACKS else wide
     if places and is_depthwise(lhs, rhs, shape) and window <= _MOST_SLICES:
         return depthwise(wide, rhs, shape, outs, to)
-    if places and shape.batch_group_count > 1 and places <= _MOST_SLICES:
-        if is_gradient_of_depthwise(lhs, rhs, shape):
-            return gradient_of_depthwise(wide, rhs, shape, outs, to)
-        return by_places(pictures, rhs, shape, outs, to)
-    if in_groups or not places or not _are_worth(rhs, shape, window, places):
+    of_weights = shape.batch_group_count > 1 and 0 < places <= _MOST_SLICES
+    if of_weights and is_gradient_of_depthwise(lhs, rhs, shape):
+        return gradient_of_depthwise(wide, rhs, shape, outs, to)
+    in_groups = shape.feature_group_count > 1 or shape.batch_group_count > 1
+    worth = places and not in_groups and _are_worth(rhs, shape, window, places)
+    if not (of_weights or worth):
         return _by_xla(wide, rhs, shape, to)
-    convolve = by_windows if window <= places else by_places
-    single = min(window, places) == 1
-    return convolve(lhs if single else pictures, rhs, shape, outs, to)
+    by_window = window <= places and not of_weights
+    if (window if by_window else places) == 1:
+        pictures = lhs
+    else:
+        # Pictures are rounded part by part: XLA would write them all, twice if they are
+        # padded in two ways. Where it moves 16 bits as float32, it rounds them all
+        # anyway.
+        pictures = rounded(wide) if CONVERTS_STACKS else wide
+    convolve = by_windows if by_window else by_places
+    return convolve(pictures, rhs, shape, outs, to)
 
 
 def _are_worth(rhs: Any, shape: Shape, window: int, places: int) -> bool:

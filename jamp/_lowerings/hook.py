@@ -43,14 +43,15 @@ def lowering(
     be casts of weights.
     """
     name, params = eqn.primitive.name, eqn.params
-    if has_own_product(name, [aval.dtype for aval in avals]):
+    dtypes = [aval.dtype for aval in avals]
+    if has_own_product(name, dtypes):
         product = _PRODUCTS[name][bool(weights)]
         return product, product_params(params, avals[0].dtype, weights)
     if name in _primitives.MATMULS:
         params = _params_of_product(params, avals)
     elif name in _primitives.SCATTERS:
         params = _params_of_scatter(eqn, avals)
-    elif has_own_primitive(eqn, [aval.dtype for aval in avals]):
+    elif has_own_primitive(eqn, dtypes):
         return orders.OWN[eqn.primitive], params
     return eqn.primitive, params
 

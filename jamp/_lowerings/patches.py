@@ -251,8 +251,13 @@ def _of_places(
     if shape.batch_group_count == 1:
         result = multiply_on_cpu(patches, rhs, (added, ((), ())), to)
     else:
-        dims = (batch, out), added
-        result = _in_groups(patches, rhs, shape.batch_group_count, dims, to)
+        groups = shape.batch_group_count
+        left, left_added = _split(patches, batch, groups, added[0])
+        right, right_added = _split(rhs, out, groups, added[1])
+        numbers: Any = (left_added, right_added), ((batch,), (out,))
+        result = multiply_on_cpu(left, right, numbers, to)
+        # The groups stand beside the features of each.
+        result = lax.collapse(jnp.moveaxis(result, 0, -2), result.ndim - 2)
     # The stacked dimension stands beside that of the batch.
     stack = 0 if at < batch else 1
     rest = result.shape[stack + 1 :]
@@ -262,33 +267,13 @@ def _of_places(
     return lax.transpose(result, [order[out_spec.index(d)] for d in range(lhs.ndim)])
 
 
-def _in_groups(
-    lhs: Any,
-    rhs: Any,
-    groups: int,
-    dims: tuple[tuple[int, int], tuple[Sequence[int], Sequence[int]]],
-    to: DType,
-) -> Any:
-    """A product for each group of a dimension of both operands, side by side.
-
-    Args:
-      lhs: the left operand.
-      rhs: the right one, of which no other dimension is left.
-      groups: how many there are.
-      dims: the dimensions that are in groups, and those that are added up.
-      to: the dtype of the result.
-    """
-    arrays, added = [], []
-    for array, split, summed in zip((lhs, rhs), *dims, strict=True):
-        sizes = [*array.shape]
-        sizes[split : split + 1] = groups, sizes[split] // groups
-        arrays.append(array.reshape(sizes))
-        added.append(tuple(d + (d > split) for d in summed))
-    (left, right), ((first, second), _) = added, dims
-    numbers: Any = (left, right), ((first,), (second,))
-    left_array, right_array = arrays
-    result = multiply_on_cpu(left_array, right_array, numbers, to)
-    return lax.collapse(jnp.moveaxis(result, 0, -2), result.ndim - 2)
+def _split(
+    array: Any, dim: int, groups: int, others: Sequence[int]
+) -> tuple[Any, Sequence[int]]:
+    """An array with a dimension in groups, and where some others are then."""
+    sizes = [*array.shape]
+    sizes[dim : dim + 1] = groups, sizes[dim] // groups
+    return array.reshape(sizes), [d + (d > dim) for d in others]
 
 
 def _slices(lhs: Any, feature: int, steps: Sequence[Steps]) -> list[Any]:
