@@ -15,10 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from measuring import medians_of_pairs, seconds_of_call
+from measuring import time_pairs
 from results_file import write_results
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 import jamp
@@ -169,12 +168,8 @@ def of_network(model: nn.Module, mode: str) -> tuple[list[Callable[..., Any]], A
 def measure(fns: list[Callable[..., Any]], args: Any, what: str) -> dict[str, Any]:
     """Medians over interleaved pairs, after one pair that is not counted."""
     args = jax.device_put(args)
-    programs = [jax.jit(fn).lower(*args).compile() for fn in fns]
-    pairs = [
-        tuple(seconds_of_call(program, args) for program in programs)
-        for _ in track(range(PAIRS + 1), what)
-    ]
-    return medians_of_pairs(pairs[1:])
+    calls = [(jax.jit(fn).lower(*args).compile(), args) for fn in fns]
+    return time_pairs(calls, PAIRS, what)
 
 
 def main() -> None:

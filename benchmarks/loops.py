@@ -15,10 +15,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
-from measuring import medians_of_pairs, seconds_of_call
+from measuring import time_pairs
 from results_file import write_results
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 import jamp
@@ -90,14 +89,12 @@ def measure(name: str, length: int, mode: str) -> dict[str, Any]:
     ]
 
     description = f"{name}, length {length}, {mode}"
-    pairs = [
-        tuple(seconds_of_call(program, (params, inputs)) for program in programs)
-        for _ in track(range(PAIRS + 1), description)
-    ]
+    calls = [(program, (params, inputs)) for program in programs]
+    medians = time_pairs(calls, PAIRS, description)
     plain, cast = (p.memory_analysis().temp_size_in_bytes for p in programs)
     named = {"loop": name, "length": length, "mode": mode}
     memory = {"float32_temporary_bytes": plain, "autocast_temporary_bytes": cast}
-    return named | medians_of_pairs(pairs[1:]) | memory
+    return named | medians | memory
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from operator import truediv
 from typing import Any
 
 import jax
+from rich.progress import track
 from rivals.flax_program import FlaxProgram
 from rivals.flax_rivals import flax_rivals
 from rivals.torch_rivals import torch_rivals
@@ -191,6 +192,18 @@ def medians_of_pairs(pairs: Iterable[tuple[float, float]]) -> dict[str, float]:
         "autocast_seconds": statistics.median(cast),
         "ratio": statistics.median(map(truediv, cast, plain)),
     }
+
+
+def time_pairs(
+    calls: Iterable[tuple[Callable[..., Any], Any]], pairs: int, what: str
+) -> dict[str, float]:
+    """Times programs of arguments in turn, after one pair that is not counted."""
+    calls = list(calls)
+    timed = [
+        tuple(seconds_of_call(*call) for call in calls)
+        for _ in track(range(pairs + 1), what)
+    ]
+    return medians_of_pairs(timed[1:])
 
 
 def seconds_of_call(program: Callable[..., Any], arguments: Iterable[Any]) -> float:

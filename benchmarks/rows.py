@@ -13,10 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from measuring import medians_of_pairs, seconds_of_call
+from measuring import time_pairs
 from results_file import write_results
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 import jamp
@@ -55,12 +54,8 @@ def make_programs(rows: int, form: str) -> list[tuple[Any, Any]]:
 
 def measure(rows: int, form: str) -> dict[str, Any]:
     """Medians over interleaved pairs, after one pair that is not counted."""
-    programs = make_programs(rows, form)
-    pairs = [
-        tuple(seconds_of_call(*program) for program in programs)
-        for _ in track(range(PAIRS + 1), f"{rows} rows, {form}")
-    ]
-    return {"rows": rows, "form": form} | medians_of_pairs(pairs[1:])
+    medians = time_pairs(make_programs(rows, form), PAIRS, f"{rows} rows, {form}")
+    return {"rows": rows, "form": form} | medians
 
 
 def main() -> None:
