@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jamp._dtypes import FLOAT32, DType
-from jamp._lowerings.patches import Shape, padded
+from jamp._lowerings.patches import Shape, arranged, padded
 
 # Of so many rows of a picture at a time the products are added up before the sums of
 # the rows before are read.
@@ -62,8 +62,7 @@ def depthwise(lhs: Any, rhs: Any, shape: Shape, outs: Sequence[int], to: DType) 
         total = term if total is None else total + term
     # What reads the result would each compute it again.
     result = lax.optimization_barrier(lax.convert_element_type(total, to))
-    lhs_spec = shape.dimension_numbers.lhs_spec
-    return lax.transpose(result, [lhs_spec[out_spec.index(d)] for d in range(lhs.ndim)])
+    return arranged(result, shape.dimension_numbers.lhs_spec, out_spec)
 
 
 class _Rows(NamedTuple):
@@ -133,8 +132,7 @@ def gradient_of_depthwise(
     summed = [total.sum(range(1, total.ndim - 1)) for total in totals]
     result = jnp.stack(summed, 1).reshape(*outs, 1, -1)
     order = [len(outs), len(outs) + 1, *range(len(outs))]
-    result = lax.transpose(result, [order[out_spec.index(d)] for d in range(lhs.ndim)])
-    return lax.convert_element_type(result, to)
+    return lax.convert_element_type(arranged(result, order, out_spec), to)
 
 
 def _in_rows(lhs: Any, rhs: Any, shape: Shape, rows: _Rows) -> tuple[Any, Any]:

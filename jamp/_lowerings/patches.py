@@ -64,6 +64,12 @@ def rounded(array: Any) -> Any:
     return as_bits(lax.convert_element_type(array, BFLOAT16))
 
 
+def arranged(result: Any, places: Sequence[int], out_spec: Sequence[int]) -> Any:
+    """A result in its order, from where its batch, features and others are now."""
+    order = [places[out_spec.index(d)] for d in range(result.ndim)]
+    return lax.transpose(result, order)
+
+
 class Steps(NamedTuple):
     """What a spatial dimension is sliced into, one slice for each place in the window.
 
@@ -200,7 +206,7 @@ def _of_windows(
     kept = [batch, *(of.dim for of in steps)]
     where = [sorted(kept).index(d) for d in kept]
     order = [where[0], len(kept), *where[1:]]
-    return lax.transpose(result, [order[out_spec.index(d)] for d in range(lhs.ndim)])
+    return arranged(result, order, out_spec)
 
 
 def by_places(lhs: Any, rhs: Any, shape: Shape, outs: Sequence[int], to: DType) -> Any:
@@ -264,7 +270,7 @@ def _of_places(
     result = result.reshape(*result.shape[:stack], *outs, *rest)
     first = 0 if stack else len(outs)
     order = [first, result.ndim - 1, *range(stack, stack + len(outs))]
-    return lax.transpose(result, [order[out_spec.index(d)] for d in range(lhs.ndim)])
+    return arranged(result, order, out_spec)
 
 
 def _split(
