@@ -58,6 +58,35 @@ def test_inference_holds_a_copy_of_one_weight_at_a_time(
     assert used < LAYERS * weight.size * 2
 
 
+FEW_ROWS = {
+    "rows": (layers(jnp.matmul), (8, SIZE)),
+    "columns": (layers(lambda x, w: w @ x), (SIZE, 8)),
+    "a row under vmap": (
+        jax.vmap(layers(jnp.matmul), (0, *[None] * LAYERS)),
+        (8, SIZE),
+    ),
+}
+
+
+@pytest.mark.parametrize("processor", ["old", "avx512_bf16"])
+@pytest.mark.parametrize("form", FEW_ROWS)
+def test_inference_of_a_few_rows_reads_weights_as_they_are(
+    form, processor, choose_processor
+):
+    choose_processor(processor)
+    model, shape = FEW_ROWS[form]
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=shape), jnp.float32)
+    weights = (
+        jnp.asarray(rng.normal(size=(LAYERS, SIZE, SIZE)), jnp.float32) / SIZE**0.5
+    )
+    compiled = jax.jit(autocast(model)).lower(x, *[SQUARE] * LAYERS).compile()
+    used = compiled.memory_analysis().temp_size_in_bytes
+    assert used < SQUARE.size * 2  # less than one copy in 16 bits
+    found, expected = compiled(x, *weights), model(x, *weights)
+    np.testing.assert_allclose(found.astype(jnp.float32), expected, atol=0.02)
+
+
 def lowered(fn, *args):
     return jax.jit(fn).lower(*args).as_text()
 

@@ -16,7 +16,7 @@ from processors import HELD_BACK, NEW, OLD
 import jamp
 from jamp._lowerings.processor import Processor
 
-X = jnp.ones((2, 2))
+X = jnp.ones((16, 16))
 IN_FLOAT32 = "algorithm = <lhs_precision_type = f32, rhs_precision_type = f32"
 
 
@@ -149,6 +149,13 @@ def test_several_devices_are_spared_float32_copies_of_what_they_share(choose_pro
     assert products(jamp.autocast(own), shared, X) == [WIDE]
 
 
+@pytest.mark.parametrize(("rows", "product"), [(8, WIDE), (9, LOW)])
+def test_the_weights_of_up_to_eight_rows_are_not_cast(choose_processor, rows, product):
+    choose_processor("avx512_bf16")
+    fn = jamp.autocast(lambda x, w: jnp.tanh(x) @ w, dtype=jnp.bfloat16)
+    assert products(fn, jnp.ones((rows, 16)), X) == [product]
+
+
 ROWS = {
     "few": (32, 1024, LOW),
     "many": (33, 1024, WIDE),
@@ -175,7 +182,7 @@ def test_instructions_as_slow_as_float32_multiply_few_rows_of_large_matrices_alo
     [
         jax.lax.dot,
         lambda x, w: jax.lax.dot_general(x, w, (((1,), (0,)), ((), ()))),
-        lambda x, w: nn.Dense(2).apply({"params": {"kernel": w, "bias": w[0]}}, x),
+        lambda x, w: nn.Dense(16).apply({"params": {"kernel": w, "bias": w[0]}}, x),
         lambda x, w: jnp.einsum("ij,jk->ki", x, w),
     ],
     ids=["dot", "dot_general", "linen.Dense", "einsum"],

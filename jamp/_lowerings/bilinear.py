@@ -7,7 +7,7 @@ differentiated at: so their gradients are products that give float32, with no ro
 in between, and what the backward pass keeps are the 16 bits.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,12 +29,12 @@ class Taken(NamedTuple):
     """How a product on a CPU has got its operands.
 
     Attributes:
-      wide: the left operand before it was brought to 16 bits, if that is at hand.
+      wide: the operands before they were brought to 16 bits, if those are at hand.
       late: the places of operands that the product casts itself.
       whole: whether they are on one device.
     """
 
-    wide: Any
+    wide: tuple[Any, Any]
     late: tuple[int, ...]
     whole: bool
 
@@ -68,7 +68,10 @@ def in_float32(avals: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def define(
-    known: Primitive, on_cpu: Operation, gradient: Operation
+    known: Primitive,
+    on_cpu: Operation,
+    gradient: Operation,
+    reads_as_is: Callable[..., bool] = lambda *_, **__: False,
 ) -> tuple[Primitive, Primitive]:
     """A product like one of JAX's, and the same for casts of weights.
 
@@ -80,6 +83,8 @@ def define(
         taken, and the parameters.
       gradient: the cotangent of the left (0) or right (1) operand, in its dtype, from
         that number, the cotangent of the result, the operands and the parameters.
+      reads_as_is: whether on CPUs one of the operands is worth no cast for this product
+        alone, from its number, the operands and the parameters.
     """
 
     def abstract_eval(lhs: Any, rhs: Any, *weights: Any, **params: Any) -> Any:
@@ -97,14 +102,13 @@ def define(
         result = known.bind(*low, **known.get_bind_params(same))
         return lax.convert_element_type(result, wanted)
 
-    def run_on_cpu(
-        whole: bool, lhs: Any, rhs: Any, *weights: Any, **params: Any
-    ) -> Any:
-        low = [lax.convert_element_type(a, params["dtype"]) for a in (lhs, rhs)]
+    def run_on_cpu(whole: bool, *operands: Any, **params: Any) -> Any:
+        pair, weights = operands[:2], operands[2:]
+        low = [lax.convert_element_type(a, params["dtype"]) for a in pair]
         given = dict(zip(params["weights"], weights, strict=True))
-        pairs = enumerate((lhs, rhs))
-        late = tuple(at for at, array in pairs if array.dtype != params["dtype"])
-        return on_cpu(*low, Taken(given.get(0, lhs), late, whole), params)
+        late = tuple(at for at, a in enumerate(pair) if a.dtype != params["dtype"])
+        wide = given.get(0, pair[0]), given.get(1, pair[1])
+        return on_cpu(*low, Taken(wide, late, whole), params)
 
     def define_rules(primitive: Primitive, primal: Primitive) -> None:
         ad.primitive_jvps[primitive] = partial(_jvp, primal, product)
@@ -118,7 +122,8 @@ def define(
     define_rules(product, product)
     of_weights, differentiated = (like(known, abstract_eval) for _ in range(2))
     for primitive in (of_weights, differentiated):
-        rule = partial(lower_of_weights, product, primitive is differentiated)
+        again = primitive is differentiated
+        rule = partial(lower_of_weights, product, again, reads_as_is)
         mlir.register_lowering(primitive, rule, cacheable=False)
         define_rules(primitive, differentiated)
     return product, of_weights

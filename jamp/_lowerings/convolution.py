@@ -58,10 +58,10 @@ def _convolve_on_cpu(
     parts = taken.whole and this_processor().of_x86
     if lhs.dtype == BFLOAT16 and parts and known:
         if all(d == 1 for d in shape.lhs_dilation):
-            return _convolved(lhs, rhs, shape, to, taken.wide)
+            return _convolved(lhs, rhs, shape, to, taken.wide[0])
         if all(s == 1 for s in (*shape.window_strides, *shape.rhs_dilation)):
             return _by_phases(lhs, rhs, shape, to)
-    return _by_xla(taken.wide, rhs, shape, to, params["out_sharding"])
+    return _by_xla(taken.wide[0], rhs, shape, to, params["out_sharding"])
 
 
 def _convolved(lhs: Any, rhs: Any, shape: Shape, to: DType, wide: Any) -> Any:

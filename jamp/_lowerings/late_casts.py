@@ -4,10 +4,11 @@ On CPUs it casts the weights of all layers before it runs the first, and keeps w
 gets: in inference, copies of all weights. A weight behind a barrier with the other
 operand of its product is cast when that is there. Where XLA drops barriers, it is cast
 in one of two equal branches, which one the other operand decides. Where the cast is
-wanted again, as in a loop or in a backward pass, it stays where it is.
+wanted again, as in a loop or in a backward pass, it stays where it is. A product of few
+rows may read the weight as it is.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from itertools import islice
 from typing import Any
@@ -36,6 +37,7 @@ _MOST_USERS = 16
 def lower_of_weights(
     product: Primitive,
     differentiated: bool,
+    reads_as_is: Callable[..., bool],
     ctx: mlir.LoweringRuleContext,
     *operands: Value,
     weights: tuple[int, ...],
@@ -46,25 +48,31 @@ def lower_of_weights(
     This depends on what is around it, so that JAX can't keep it for others like it.
     """
     taken, avals = [*operands], [*ctx.avals_in]
-    if _on_one_cpu(ctx):
-        first = False
-        for place, weight in zip(weights, operands[2:], strict=True):
-            users = _users(operands[place], _argument(weight))
-            first = _have_one_cast(users)
-            # So that this product and one before can be one, and a weight is cast once.
-            for late in filter(_is_ours, users):
-                _loosen(late)
-        # With two weights, both operands are there from the beginning.
-        if len(weights) == 1 and first and not differentiated:
-            (place,) = weights
-            if KEEPS_BARRIERS:
-                taken[1 - place], weight = _tied(operands[1 - place], operands[2])
-                # The product casts it.
-                taken[place] = taken[2] = weight
-                avals[place] = avals[2]
-            else:
-                other, weight = operands[1 - place], operands[2]
-                taken[place] = _cast_after(other, weight, operands[place])
+    # Of some weights this product may be the only reader.
+    alone = []
+    for place in weights if _on_one_cpu(ctx) else ():
+        weight = operands[2 + weights.index(place)]
+        users = _users(operands[place], _argument(weight))
+        if _have_one_cast(users) and not differentiated:
+            alone.append(place)
+        # So that this product and one before can be one, and a weight is cast once.
+        for late in filter(_is_ours, users):
+            _loosen(late)
+    read = [at for at in alone if reads_as_is(at, *ctx.avals_in[:2], **params)]
+    for place in read:
+        at = 2 + weights.index(place)
+        taken[place], avals[place] = operands[at], avals[at]
+    # With two weights, both operands are there from the beginning.
+    if alone and len(weights) == 1 and not read:
+        (place,) = weights
+        other, weight = operands[1 - place], operands[2]
+        if KEEPS_BARRIERS:
+            taken[1 - place], weight = _tied(other, weight)
+            # The product casts it.
+            taken[place] = taken[2] = weight
+            avals[place] = avals[2]
+        else:
+            taken[place] = _cast_after(other, weight, operands[place])
     program = _program(product, tuple(avals), weights, tuple(params.items()))
     return _lowered(program, ctx, taken)
 

@@ -20,6 +20,8 @@ _ROUNDED_FROM = 2**26
 # as wide as what it is of, one in float32 would take most of the memory.
 _MOST_ADDED = 256
 _WIDE = 8
+# A matrix is cast for as many rows more slowly than it is multiplied in float32.
+_UNCAST_ROWS = 8
 # With more rows, or a smaller matrix, float32 is worth the casts of the operands.
 _FEW_ROWS = 32
 _LARGE = 2**20
@@ -35,8 +37,12 @@ def _product_on_cpu(lhs: Any, rhs: Any, taken: Taken, params: dict[str, Any]) ->
     dims, to = params["dimension_numbers"], params["preferred_element_type"]
     sharding = params["out_sharding"]
     one_more = params["transposed"] and _are_matrices(lhs, rhs, dims)
+    weights = {*taken.late} & {*params["weights"]}
+    if taken.whole and any(_reads_as_is(at, lhs, rhs, **params) for at in weights):
+        lhs, rhs = (lax.convert_element_type(a, FLOAT32) for a in taken.wide)
+        return _by_xla(lhs, rhs, dims, to, sharding, in_float32=True)
     if taken.whole and sharding is None:
-        return multiply_on_cpu(lhs, rhs, dims, to, one_more=one_more, late=taken.late)
+        return multiply_on_cpu(lhs, rhs, dims, to, one_more=one_more)
     fast = lhs.dtype == BFLOAT16 and this_processor().has_fast_products
     if fast and not _is_looped(*_factors(lhs, rhs, dims)):
         return _by_instructions(lhs, rhs, dims, to, sharding, one_more=one_more)
@@ -52,18 +58,16 @@ def multiply_on_cpu(
     to: DType,
     *,
     one_more: bool = False,
-    late: Sequence[int] = (),
 ) -> Any:
     """A product of 16-bit arrays, added up in float32, as is fastest on this processor.
 
-    The arrays are on one device. XLA may have to be given a dimension more, and some
-    operands may be cast for this product alone.
+    The arrays are on one device. XLA may have to be given a dimension more.
     """
     processor = this_processor()
     factors = _factors(lhs, rhs, dims)
     fast = lhs.dtype == BFLOAT16 and processor.has_fast_products
     if fast and not _is_slow(*factors):
-        return _in_two_rows(*factors, to, one_more=one_more, late=late)
+        return _in_two_rows(*factors, to, one_more=one_more)
     # Multiplied and summed in float32: the same product, without a loop that takes its
     # operands apart one by one.
     slow = lhs.dtype == FLOAT16 or fast or processor.gains is False
@@ -140,6 +144,20 @@ def _factors(lhs: Any, rhs: Any, dims: DimensionNumbers) -> tuple[_Factor, _Fact
     return left, right
 
 
+def _reads_as_is(
+    place: int,
+    lhs: Any,
+    rhs: Any,
+    *,
+    dtype: DType,
+    dimension_numbers: DimensionNumbers,
+    **params: Any,
+) -> bool:
+    """Whether a matrix of float32 at a place meets too few rows to be worth a cast."""
+    rows = _factors(lhs, rhs, dimension_numbers)[1 - place].rows
+    return dtype == BFLOAT16 and this_processor().of_x86 and rows <= _UNCAST_ROWS
+
+
 def _is_slow(left: _Factor, right: _Factor) -> bool:
     """Whether float32 is faster than the instructions for bfloat16 that there are.
 
@@ -163,21 +181,14 @@ def _is_looped(left: _Factor, right: _Factor) -> bool:
     return bool(left.batch) and not KEEPS_BARRIERS and multiplications < _LOOPED_BELOW
 
 
-def _in_two_rows(
-    left: _Factor,
-    right: _Factor,
-    to: DType,
-    *,
-    one_more: bool,
-    late: Sequence[int],
-) -> Any:
+def _in_two_rows(left: _Factor, right: _Factor, to: DType, *, one_more: bool) -> Any:
     """A product by instructions, of a single row as of two.
 
     XLA multiplies a row and a matrix of bfloat16 in float32, for which it writes out
-    the matrix; one that is cast for this product it rounds as it does so.
+    the matrix.
     """
     single = [factor.rows == 1 for factor in (left, right)]
-    if all(single) or not any(single) or single.index(False) in late:
+    if all(single) or not any(single):
         multiply = partial(
             _by_instructions, to=to, out_sharding=None, one_more=one_more
         )
@@ -340,4 +351,6 @@ def _sharding_in(aval: Any, order: Sequence[int]) -> Any:
     return sharding.update(spec=spec.update(tuple(partitions[d] for d in order)))
 
 
-product_p, product_of_weights_p = define(lax.dot_general_p, _product_on_cpu, _gradient)
+product_p, product_of_weights_p = define(
+    lax.dot_general_p, _product_on_cpu, _gradient, _reads_as_is
+)
