@@ -168,6 +168,61 @@ CONVOLUTIONS = {
         (2, 2, 2, 2, 130),
         dict(dimension_numbers=("NDHWC", "DHWIO", "NDHWC")),
     ),
+    "side by side": ((2, 4, 6, 3), (2, 3, 3, 5), dict(window_strides=(2, 3))),
+    "side by side, padded and cut": (
+        (2, 5, 5, 3),
+        (2, 2, 3, 5),
+        dict(window_strides=(2, 2), padding=[(1, 0), (0, 0)]),
+    ),
+    "side by side, few windows": (
+        (2, 8, 4, 3),
+        (4, 4, 3, 5),
+        dict(window_strides=(4, 4)),
+    ),
+    "side by side, many features": (
+        (2, 4, 4, 3),
+        (2, 2, 3, 130),
+        dict(window_strides=(2, 2)),
+    ),
+    "side by side, channels first": (
+        (2, 3, 4, 6),
+        (5, 3, 2, 3),
+        dict(dimension_numbers=("NCHW", "OIHW", "NCHW"), window_strides=(2, 3)),
+    ),
+    "side by side, mixed orders": (
+        (6, 2, 4, 3),
+        (3, 2, 5, 2),
+        dict(dimension_numbers=("HNWC", "IHOW", "CWNH"), window_strides=(2, 2)),
+    ),
+    "side by side, 1D": (
+        (2, 7, 3),
+        (3, 3, 5),
+        dict(dimension_numbers=("NHC", "HIO", "NHC"), window_strides=(3,)),
+    ),
+    "places side by side": (
+        (2, 4, 6, 3),
+        (2, 3, 3, 5),
+        dict(rhs_dilation=(2, 2)),
+    ),
+    "transposed side by side": (
+        (2, 3, 2, 3),
+        (2, 3, 3, 5),
+        dict(lhs_dilation=(2, 3), padding=[(1, 1), (2, 2)]),
+    ),
+    "transposed side by side, padded and cut": (
+        (2, 3, 2, 3),
+        (2, 2, 3, 5),
+        dict(lhs_dilation=(2, 2), padding=[(0, 2), (3, 0)]),
+    ),
+    "transposed side by side, mixed orders": (
+        (3, 2, 4, 3),
+        (3, 2, 5, 2),
+        dict(
+            dimension_numbers=("HNWC", "IHOW", "CWNH"),
+            lhs_dilation=(2, 2),
+            padding=[(1, 1), (1, 1)],
+        ),
+    ),
     "empty batch": ((0, 4, 4, 3), (3, 3, 3, 130), {}),
     "smaller than the window": ((2, 2, 2, 3), (3, 3, 3, 130), {}),
 }
@@ -192,6 +247,7 @@ def test_convolutions_of_every_kind_and_their_derivatives(name, at_once, monkeyp
     monkeypatch.setattr(patches, "_MOST_BYTES", at_once)
     monkeypatch.setattr(patches, "_LEAST_BYTES", 0)
     monkeypatch.setattr(convolution, "_LEAST_FEATURES", 1)
+    monkeypatch.setattr(convolution, "_LEAST_IN_TILES", 1)
     left, right, options = CONVOLUTIONS[name]
     spatial = len(left) - 2
     given = dict(window_strides=(1,) * spatial, padding=[(0, 0)] * spatial)
@@ -264,3 +320,16 @@ def test_what_xla_convolves_a_feature_at_a_time_it_is_not_given(
     assert convolutions(loss) == 3
     # Forward and for the gradient of the pictures, if at all.
     assert convolutions(cast(loss)) == (2 if of_weights_alone else 0)
+
+
+@pytest.mark.usefixtures("amx")
+def test_the_patches_of_a_vision_transformer_are_pictures_in_another_order():
+    x, w = jnp.ones((2, 32, 32, 3)), jnp.ones((16, 16, 3, 8))
+
+    def loss(w, x):
+        y = lax.conv_general_dilated(x, w, (16, 16), "VALID", dimension_numbers=NHWC)
+        return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    text = jax.jit(jax.grad(cast(loss), (0, 1))).lower(w, x).compile().as_text()
+    for name in ("convolution(", "slice(", "concatenate("):
+        assert f" {name}" not in text

@@ -35,12 +35,17 @@ from jamp._lowerings.patches import (
 )
 from jamp._lowerings.processor import this_processor
 from jamp._lowerings.releases import CONVERTS_STACKS
+from jamp._lowerings.tiles import has_tiles, into_tiles, makes_tiles, of_tiles
 
 # Patches are worth their time if each of their elements meets so many output features,
 # and if they have so many input features.
 _LEAST_REUSED, _LEAST_REUSED_WITH_AMX = 256, 64
 _LEAST_FEATURES = 8
 _MOST_SLICES = 64
+# So are patches of so many elements that XLA needs no slices for.
+_LEAST_IN_TILES = 128
+# Of fewer features of the result, phases take longer than moving its tiles.
+_LEAST_PHASED = 16
 
 
 def _convolve_on_cpu(
@@ -76,9 +81,14 @@ def _convolved(lhs: Any, rhs: Any, shape: Shape, to: DType, wide: Any) -> Any:
         return gradient_of_depthwise(wide, rhs, shape, outs, to)
     in_groups = shape.feature_group_count > 1 or shape.batch_group_count > 1
     worth = places and not in_groups and _are_worth(rhs, shape, window, places)
+    by_window = window <= places and not of_weights
+    large = window * rhs.shape[shape.dimension_numbers.rhs_spec[1]] >= _LEAST_IN_TILES
+    of_picture = by_window and math.prod(shape.rhs_dilation) == 1
+    gains = large and not worth if of_picture else places > 1
+    if gains and not in_groups and has_tiles(rhs, shape, outs):
+        return of_tiles(wide, rhs, shape, outs, to)
     if not (of_weights or worth):
         return _by_xla(wide, rhs, shape, to)
-    by_window = window <= places and not of_weights
     if (window if by_window else places) == 1:
         pictures = lhs
     else:
@@ -138,6 +148,10 @@ def _by_phases(lhs: Any, rhs: Any, shape: Shape, to: DType) -> Any:
     dilations = shape.lhs_dilation
     spatial = shape.dimension_numbers.out_spec[2:]
     outs = _out_sizes(lhs, rhs, shape)
+    features = rhs.shape[shape.dimension_numbers.rhs_spec[0]]
+    many = math.prod(dilations) > _MOST_SLICES or features < _LEAST_PHASED
+    if many and makes_tiles(rhs, shape):
+        return into_tiles(lhs, rhs, shape, outs, to)
     rounds = [-(-size // d) for size, d in zip(outs, dilations, strict=True)]
     stacked = jnp.stack(
         [
