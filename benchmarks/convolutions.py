@@ -69,6 +69,8 @@ KINDS = {
     "56, 256 to 64, 1x1": Kind(56, 256, 64, 1),
     "112, 64 to 64, 3x3, stride 2": Kind(112, 64, 64, 3, 2),
     "224, 3 to 64, 7x7, stride 2": Kind(224, 3, 64, 7, 2),
+    "224, 3 to 384, 16x16, stride 16": Kind(224, 3, 384, 16, 16),
+    "56, 96 to 192, 2x2, stride 2": Kind(56, 96, 192, 2, 2),
     "depthwise 64, 96, 3x3": Kind(64, 96, 96, 3, 1, 96),
     "depthwise 64, 96, 3x3, stride 2": Kind(64, 96, 96, 3, 2, 96),
     "depthwise 64, 96, 3x3, channels first": Kind(64, 96, 96, 3, 1, 96, True),

@@ -82,11 +82,11 @@ def _convolved(lhs: Any, rhs: Any, shape: Shape, to: DType, wide: Any) -> Any:
     in_groups = shape.feature_group_count > 1 or shape.batch_group_count > 1
     worth = places and not in_groups and _are_worth(rhs, shape, window, places)
     by_window = window <= places and not of_weights
-    large = window * rhs.shape[shape.dimension_numbers.rhs_spec[1]] >= _LEAST_IN_TILES
-    of_picture = by_window and math.prod(shape.rhs_dilation) == 1
-    gains = large and not worth if of_picture else places > 1
-    if gains and not in_groups and has_tiles(rhs, shape, outs):
-        return of_tiles(wide, rhs, shape, outs, to)
+    if not in_groups and has_tiles(rhs, shape, outs):
+        each = window * rhs.shape[shape.dimension_numbers.rhs_spec[1]]
+        of_picture = by_window and math.prod(shape.rhs_dilation) == 1
+        if each >= _LEAST_IN_TILES and not worth if of_picture else places > 1:
+            return of_tiles(wide, rhs, shape, outs, to)
     if not (of_weights or worth):
         return _by_xla(wide, rhs, shape, to)
     if (window if by_window else places) == 1:
