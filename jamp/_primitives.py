@@ -66,9 +66,11 @@ VIEWS = _names("broadcast_in_dim reshape squeeze transpose")
 KEEPING_ELEMENTS = (MOVEMENT - {"optimization_barrier"}) | _names(
     "dynamic_slice split stop_gradient tile unstack"
 )
+# The elements of their result are those of their operands.
+ARRANGING = MOVING | _names("concatenate")
 # A probability stays one, if the others are constants or are put beside it.
-KEEPING_PROBABILITY = MOVING | _names(
-    "add clamp concatenate gather max min mul neg pad select_n stop_gradient sub"
+KEEPING_PROBABILITY = ARRANGING | _names(
+    "add clamp gather max min mul neg pad select_n stop_gradient sub"
 )
 # Over devices.
 COLLECTIVES = _names(

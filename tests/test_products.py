@@ -236,8 +236,19 @@ def with_a_view(x, w):
     return x @ w.T.reshape(1, 2).T
 
 
+def with_several_in_one(x, w):
+    return x @ jnp.concatenate([w[:1], w[1:]])
+
+
+def with_one_of_several(x, w):
+    return x @ jnp.split(jnp.stack([w, w], 1).reshape(2, 2), 2, axis=1)[0]
+
+
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
-@pytest.mark.parametrize("product", [jnp.matmul, dense, with_a_view])
+@pytest.mark.parametrize(
+    "product",
+    [jnp.matmul, dense, with_a_view, with_several_in_one, with_one_of_several],
+)
 def test_the_gradient_of_a_weight_is_never_rounded_to_16_bits(product, device):
     fn = gradient_of(jamp.autocast(product, device_type=device))
     # 1 + 2^-9 fits into float32 alone.

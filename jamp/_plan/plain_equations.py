@@ -188,16 +188,16 @@ def cast_and_bind(equation: Equation, dtypes: Dtypes) -> list[Value]:
     traits = _result_traits(equation, used)._replace(table=table, sums=None)
     made = zip(eqn.outvars, result_dtypes(eqn, used, traced), strict=True)
     results = [Value.of(var.aval, dtype, traits) for var, dtype in made]
-    if eqn.primitive.name in _primitives.MOVEMENT and cast[0].number in plan.given:
+    moved = {value.number for value in cast if value.eligible}
+    if eqn.primitive.name in _primitives.ARRANGING and moved <= plan.given:
         plan.given.update(value.number for value in results)
     ruled = caster.record.ruling.rule is not Rule.AS_TRACED
     changed = used != traced or (ruled and has_own_primitive(eqn, used))
     plan.changed |= changed
     weights = _weights(equation, used) if changed else {}
     taken, lowered = [*cast, *weights.values()], used if changed else None
-    plan.actions.append(
-        Bind(taken, results, caster, eqn, lowered, operands, tuple(weights))
-    )
+    action = Bind(taken, results, caster, eqn, lowered, operands, tuple(weights))
+    plan.actions.append(action)
     targets = dtypes.results or (None,) * len(results)
     seen = [
         caster.cast(value, dtype, rounds=True) if dtype and value.eligible else value

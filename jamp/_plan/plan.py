@@ -123,7 +123,7 @@ class Plan:
     """What is to run for one program."""
 
     inputs: Values
-    # Inputs and what moves or repeats their elements, by number: weights are of these.
+    # Inputs and what their elements alone are put into, by number: so are weights.
     given: set[int]
     # Further inputs: casts of inputs, by position and dtype.
     extras: dict[tuple[int, DType], Value] = field(default_factory=dict)
