@@ -1,6 +1,7 @@
 """Convolutions of jamp's own, as they are bound under autocast, against JAX's."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -238,6 +239,18 @@ IN_PARTS = (
 )
 
 
+def example(name):
+    """A convolution, and arrays of integers."""
+    left, right, options = CONVOLUTIONS[name]
+    spatial = len(left) - 2
+    given = dict(window_strides=(1,) * spatial, padding=[(0, 0)] * spatial)
+    fn = functools.partial(
+        lax.conv_general_dilated,
+        **{**given, "dimension_numbers": NHWC, **options},
+    )
+    return fn, *(jax.device_put(integers(i, s)) for i, s in enumerate((left, right)))
+
+
 @pytest.mark.parametrize(
     ("name", "at_once"),
     [*((name, 2**24) for name in CONVOLUTIONS), *((name, 64) for name in IN_PARTS)],
@@ -247,16 +260,19 @@ def test_convolutions_of_every_kind_and_their_derivatives(name, at_once, monkeyp
     monkeypatch.setattr(patches, "_MOST_BYTES", at_once)
     monkeypatch.setattr(patches, "_LEAST_BYTES", 0)
     monkeypatch.setattr(convolution, "_LEAST_FEATURES", 1)
+    assert_equal_derivatives(*example(name))
+
+
+@pytest.mark.parametrize("name", [name for name in CONVOLUTIONS if "by side" in name])
+@pytest.mark.usefixtures("amx")
+def test_what_lies_side_by_side_needs_no_slices(name, monkeypatch):
+    monkeypatch.setattr(convolution, "_MOST_SLICES", 0)
     monkeypatch.setattr(convolution, "_LEAST_IN_TILES", 1)
-    left, right, options = CONVOLUTIONS[name]
-    spatial = len(left) - 2
-    given = dict(window_strides=(1,) * spatial, padding=[(0, 0)] * spatial)
-    fn = functools.partial(
-        lax.conv_general_dilated,
-        **{**given, "dimension_numbers": NHWC, **options},
-    )
-    x, y = (jax.device_put(integers(i, shape)) for i, shape in enumerate((left, right)))
+    monkeypatch.setattr(convolution, "_LEAST_REUSED_WITH_AMX", 1)
+    fn, x, y = example(name)
     assert_equal_derivatives(fn, x, y)
+    text = jax.jit(cast(fn)).lower(x, y).as_text()
+    assert not re.search(r"stablehlo.(\w*slice|concatenate|convolution)\b", text)
 
 
 @pytest.mark.usefixtures("amx")

@@ -83,9 +83,10 @@ def _convolved(lhs: Any, rhs: Any, shape: Shape, to: DType, wide: Any) -> Any:
     worth = places and not in_groups and _are_worth(rhs, shape, window, places)
     by_window = window <= places and not of_weights
     if not in_groups and has_tiles(rhs, shape, outs):
-        each = window * rhs.shape[shape.dimension_numbers.rhs_spec[1]]
-        of_picture = by_window and math.prod(shape.rhs_dilation) == 1
-        if each >= _LEAST_IN_TILES and not worth if of_picture else places > 1:
+        reused, into = (rhs.shape[d] for d in shape.dimension_numbers.rhs_spec[:2])
+        large = window * into >= _LEAST_IN_TILES and reused >= _LEAST_REUSED_WITH_AMX
+        of_gradient = not by_window or math.prod(shape.rhs_dilation) > 1
+        if window > 1 and (places > 1 if of_gradient else large and not worth):
             return of_tiles(wide, rhs, shape, outs, to)
     if not (of_weights or worth):
         return _by_xla(wide, rhs, shape, to)
@@ -149,8 +150,8 @@ def _by_phases(lhs: Any, rhs: Any, shape: Shape, to: DType) -> Any:
     spatial = shape.dimension_numbers.out_spec[2:]
     outs = _out_sizes(lhs, rhs, shape)
     features = rhs.shape[shape.dimension_numbers.rhs_spec[0]]
-    many = math.prod(dilations) > _MOST_SLICES or features < _LEAST_PHASED
-    if many and makes_tiles(rhs, shape):
+    phased = features >= _LEAST_PHASED and math.prod(dilations) <= _MOST_SLICES
+    if not phased and makes_tiles(rhs, shape):
         return into_tiles(lhs, rhs, shape, outs, to)
     rounds = [-(-size // d) for size, d in zip(outs, dilations, strict=True)]
     stacked = jnp.stack(

@@ -14,22 +14,24 @@ from itertools import islice
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import func
 from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
-from jamp._lowerings.own_primitives import is_for_one_device
+from jamp._lowerings.own_primitives import has_whole_arrays, is_for_one_device
 from jamp._lowerings.releases import KEEPS_BARRIERS
 
 Value = ir.Value[Any]
 
 _BARRIER, _BRANCHES = "stablehlo.optimization_barrier", "stablehlo.if"
+_CASE = "stablehlo.case"
 _TRANSPOSE = "stablehlo.transpose"
 _OURS, _MARK = "mhlo.frontend_attributes", "late_cast"
 # What reads an argument to cast it.
-_READERS = {"stablehlo.convert", _BARRIER, _BRANCHES, _TRANSPOSE}
+_READERS = {"stablehlo.convert", _BARRIER, _BRANCHES, _CASE, _TRANSPOSE}
 # Users of an argument that are looked at: it may have thousands.
 _MOST_USERS = 16
 
@@ -48,7 +50,7 @@ def lower_of_weights(
     This depends on what is around it, so that JAX can't keep it for others like it.
     """
     taken, avals = [*operands], [*ctx.avals_in]
-    # Of some weights this product may be the only reader.
+    # Of some weights no other product is known.
     alone = []
     for place in weights if _on_one_cpu(ctx) else ():
         weight = operands[2 + weights.index(place)]
@@ -58,12 +60,12 @@ def lower_of_weights(
         # So that this product and one before can be one, and a weight is cast once.
         for late in filter(_is_ours, users):
             _loosen(late)
+    same = tuple(params.items())
     read = [at for at in alone if reads_as_is(at, *ctx.avals_in[:2], **params)]
-    for place in read:
-        at = 2 + weights.index(place)
-        taken[place], avals[place] = operands[at], avals[at]
+    if read and has_whole_arrays(ctx):
+        return _as_is_or_cast(product, ctx, operands, read, weights, same)
     # With two weights, both operands are there from the beginning.
-    if alone and len(weights) == 1 and not read:
+    if alone and len(weights) == 1:
         (place,) = weights
         other, weight = operands[1 - place], operands[2]
         if KEEPS_BARRIERS:
@@ -73,8 +75,42 @@ def lower_of_weights(
             avals[place] = avals[2]
         else:
             taken[place] = _cast_after(other, weight, operands[place])
-    program = _program(product, tuple(avals), weights, tuple(params.items()))
-    return _lowered(program, ctx, taken)
+    return _lowered(_program(product, tuple(avals), weights, same), ctx, taken)
+
+
+def _as_is_or_cast(
+    product: Primitive,
+    ctx: mlir.LoweringRuleContext,
+    operands: Sequence[Value],
+    read: Sequence[int],
+    weights: tuple[int, ...],
+    params: tuple[tuple[str, Any], ...],
+) -> Any:
+    """A product that reads weights as they are, and beside it one that casts them.
+
+    The second is the branch that is never taken, until another product is found.
+    """
+    wide, avals, low = [*operands], [*ctx.avals_in], [*operands]
+    for place in read:
+        at = 2 + weights.index(place)
+        wide[place], avals[place] = operands[at], avals[at]
+    first = mlir.ir_constant(np.int32(0))
+    (out,) = ctx.avals_out
+    made = ir.RankedTensorType.get(out.shape, mlir.dtype_to_ir_type(out.dtype))
+    branches = hlo.CaseOp([made], first, 2)
+    _mark(branches.operation)
+    with ir.InsertionPoint(branches.regions[0].blocks.append()):
+        hlo.return_(
+            _lowered(_program(product, tuple(avals), weights, params), ctx, wide)
+        )
+    with ir.InsertionPoint(branches.regions[1].blocks.append()):
+        for place in read:
+            weight = operands[2 + weights.index(place)]
+            low[place] = _cast(weight, operands[place])
+        program = _program(product, tuple(ctx.avals_in), weights, params)
+        hlo.return_(_lowered(program, ctx, low))
+    # JAX keeps what this returns, and the branches may go.
+    return [hlo.ConvertOp(made, branches.results[0]).result]
 
 
 @lru_cache
@@ -179,6 +215,13 @@ def _cast_after(other: Value, weight: Value, cast: Value) -> Value:
     return _transposed(branches.result, transpose)
 
 
+def _cast(weight: Value, like: Value) -> Value:
+    """A cast of a weight for one product, with another's dtype."""
+    argument = _argument(weight)
+    low = ir.RankedTensorType.get(argument.type.shape, like.type.element_type)
+    return _transposed(hlo.convert(low, argument), _transpose_before(weight))
+
+
 def _unknown(array: Value) -> Value:
     """A boolean that is not known before an array is."""
     zeros, ones = [0] * array.type.rank, [1] * array.type.rank
@@ -204,7 +247,7 @@ def _transposed(array: Value, transpose: Any) -> Value:
 
 
 def _is_ours(operation: ir.Operation) -> bool:
-    if operation.name not in (_BARRIER, _BRANCHES):
+    if operation.name not in (_BARRIER, _BRANCHES, _CASE):
         return False
     attributes = operation.attributes
     return _OURS in attributes and _MARK in ir.DictAttr(attributes[_OURS])
@@ -213,7 +256,12 @@ def _is_ours(operation: ir.Operation) -> bool:
 def _loosen(late: ir.Operation) -> None:
     """Has a weight cast before, by the operation that makes its cast late."""
     early: Sequence[Value] = late.operands
-    if late.name == _BRANCHES:
+    if late.name == _CASE:
+        *operations, last = late.regions[1].blocks[0].operations
+        for operation in operations:
+            operation.move_before(late)
+        early = last.operands
+    elif late.name == _BRANCHES:
         (cast, _) = late.regions[0].blocks[0].operations
         cast.operation.move_before(late)
         early = [cast.results[0]]

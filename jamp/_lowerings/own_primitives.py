@@ -40,7 +40,7 @@ def lower(
     )
 
     def rule(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
-        lowered = on_one_cpu if _has_whole_arrays(ctx) else on_cpu
+        lowered = on_one_cpu if has_whole_arrays(ctx) else on_cpu
         return lowered(ctx, *operands, **params)
 
     mlir.register_lowering(primitive, everywhere)
@@ -52,7 +52,7 @@ def is_for_one_device(ctx: mlir.LoweringRuleContext) -> bool:
     return isinstance(axes, mlir.ShardingContext) and axes.num_devices == 1
 
 
-def _has_whole_arrays(ctx: mlir.LoweringRuleContext) -> bool:
+def has_whole_arrays(ctx: mlir.LoweringRuleContext) -> bool:
     """Whether arrays are on one device, as are the parts that `shard_map` gives.
 
     Those with shardings in their types count as spread: JAX has to be told how what is

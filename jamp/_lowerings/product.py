@@ -153,9 +153,16 @@ def _reads_as_is(
     dimension_numbers: DimensionNumbers,
     **params: Any,
 ) -> bool:
-    """Whether a matrix of float32 at a place meets too few rows to be worth a cast."""
-    rows = _factors(lhs, rhs, dimension_numbers)[1 - place].rows
-    return dtype == BFLOAT16 and this_processor().of_x86 and rows <= _UNCAST_ROWS
+    """Whether a matrix of float32 at a place meets too few rows to be worth a cast.
+
+    One that XLA has to transpose it writes out anyway, in 16 bits or in float32.
+    """
+    factors = _factors(lhs, rhs, dimension_numbers)
+    matrix, rows = factors[place], factors[1 - place].rows
+    first = matrix.batch == tuple(range(len(matrix.batch)))
+    as_it_is = first and 0 in (matrix.moved_on_the_left, matrix.moved_on_the_right)
+    few = dtype == BFLOAT16 and this_processor().of_x86 and rows <= _UNCAST_ROWS
+    return few and as_it_is
 
 
 def _is_slow(left: _Factor, right: _Factor) -> bool:

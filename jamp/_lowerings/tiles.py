@@ -34,9 +34,11 @@ def has_tiles(rhs: Any, shape: Shape, outs: Sequence[int]) -> bool:
 
 
 def makes_tiles(rhs: Any, shape: Shape) -> bool:
-    """Whether each element of the pictures makes a tile of the result by itself."""
-    ones = (*shape.window_strides, *shape.rhs_dilation, shape.feature_group_count)
-    grouped = shape.batch_group_count > 1 or any(one > 1 for one in ones)
+    """Whether each element of dilated pictures makes a tile of the result by itself.
+
+    The window has neither strides nor a dilation.
+    """
+    grouped = shape.feature_group_count > 1 or shape.batch_group_count > 1
     return not grouped and [*shape.lhs_dilation] == _taps(rhs, shape)
 
 
