@@ -150,6 +150,10 @@ def plus(x, w, addend):
 
 QK = (2, 5, 4), (2, 5, 4)
 
+def linear(x, w):
+    return nn.Dense(w.shape[1], use_bias=False).apply({"params": {"kernel": w}}, x)
+
+
 PROMOTING = {
     "residual": (lambda x, w, _: x @ w + x, X, W, B),
     "residual of one row": (lambda x, w, _: x @ w + x, (1, 8), W, B),
@@ -158,6 +162,10 @@ PROMOTING = {
     "factor": (lambda x, w, b: (x @ w) * b, X, W, B),
     "positions and features": (lambda x, w, table: x @ w + table, X, W, (5, 8)),
     "shift by example": (lambda x, w, c: x @ w + c[:, None], X, W, (2, 8)),
+    "shift by example behind a layer": (
+        lambda x, w, c: linear(jnp.tanh(x @ w), w) + c[:, None, None],
+        *(X, W, (2,)),
+    ),
     "mean": (lambda x, w, _: x @ w + x.mean(1, keepdims=True), X, W, B),
     "alibi": (alibi, X, W, (2,)),
     "relative alibi": (relative, X, W, (2,)),

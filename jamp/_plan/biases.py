@@ -37,10 +37,13 @@ def free_dims(
 ) -> tuple[Dims, ...]:
     """For each weight that a product multiplies, along which dimensions a bias varies.
 
-    The weight of a listed layer may have 16 bits; others are of the program's inputs.
+    Weights are of the program's inputs; that of a listed layer may have come in 16
+    bits, as what is multiplied with it.
     """
     factors = operands[:2]
-    weights = [layer or not value.traits.data for value in factors]
+    weights = [not value.traits.data for value in factors]
+    if layer and not any(weights):
+        weights = [True, True]
     if eqn.primitive.name == "conv_general_dilated":
         return ((eqn.params["dimension_numbers"].out_spec[1],),) if weights[1] else ()
     numbers: Any = eqn.params.get("ragged_dot_dimension_numbers")
