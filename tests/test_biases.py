@@ -150,6 +150,7 @@ def plus(x, w, addend):
 
 QK = (2, 5, 4), (2, 5, 4)
 
+
 def linear(x, w):
     return nn.Dense(w.shape[1], use_bias=False).apply({"params": {"kernel": w}}, x)
 
