@@ -106,7 +106,7 @@ def _as_is_or_cast(
     with ir.InsertionPoint(branches.regions[1].blocks.append()):
         for place in read:
             weight = operands[2 + weights.index(place)]
-            low[place] = _cast(weight, operands[place])
+            low[place] = _cast_again(weight, operands[place])
         program = _program(product, tuple(ctx.avals_in), weights, params)
         hlo.return_(_lowered(program, ctx, low))
     # JAX keeps what this returns, and the branches may go.
@@ -205,21 +205,25 @@ def _cast_after(other: Value, weight: Value, cast: Value) -> Value:
     """A cast of a weight, made when an operand is there."""
     if 0 in other.type.shape:
         return cast
-    argument, transpose = _argument(weight), _transpose_before(weight)
-    low = ir.RankedTensorType.get(argument.type.shape, cast.type.element_type)
-    branches = hlo.IfOp([low], _unknown(other))
+    argument = _argument(weight)
+    branches = hlo.IfOp([_low(argument, cast)], _unknown(other))
     _mark(branches.operation)
     for region in branches.regions:
         with ir.InsertionPoint(region.blocks.append()):
-            hlo.return_([hlo.convert(low, argument)])
-    return _transposed(branches.result, transpose)
+            hlo.return_([hlo.convert(_low(argument, cast), argument)])
+    return _transposed(branches.result, _transpose_before(weight))
 
 
-def _cast(weight: Value, like: Value) -> Value:
-    """A cast of a weight for one product, with another's dtype."""
+def _cast_again(weight: Value, cast: Value) -> Value:
+    """The same cast of a weight once more, for one product."""
     argument = _argument(weight)
-    low = ir.RankedTensorType.get(argument.type.shape, like.type.element_type)
-    return _transposed(hlo.convert(low, argument), _transpose_before(weight))
+    low = hlo.convert(_low(argument, cast), argument)
+    return _transposed(low, _transpose_before(weight))
+
+
+def _low(argument: Value, cast: Value) -> ir.Type:
+    """The type of an argument in the dtype of its cast."""
+    return ir.RankedTensorType.get(argument.type.shape, cast.type.element_type)
 
 
 def _unknown(array: Value) -> Value:
