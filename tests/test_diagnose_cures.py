@@ -233,3 +233,17 @@ def test_a_cure_for_one_of_several_modules_offers_the_rule_for_all(first):
     policy = eval(healthy, {"jamp": jamp})
     report = jamp.explain(fn, device_type="gpu", policy=policy)(np.ones(3), X)
     assert report.low_matmuls == 0
+
+
+def test_changes_that_only_help_together_are_told_as_one():
+    def fn(x):
+        h = x @ EYE
+        h = (h + h * h) * 2**-8
+        h = h @ EYE
+        return jnp.sum((h + h * h) @ EYE)
+
+    diagnosis = diagnose(fn)(X)
+    assert len(diagnosis.suggestions) == 2
+    text = diagnosis.text()
+    assert "all of these (with all, ran again: healthy):" in text
+    assert text.count("ran again") == 1

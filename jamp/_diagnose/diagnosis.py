@@ -2,29 +2,16 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-
-from jamp._diagnose.measure import LOWEST_EXPONENT
+from jamp._diagnose.histograms import Histogram, draw
 from jamp._tracing.locations import Location
 
 # Stands for an operation where an argument or a constant is at fault.
 ARGUMENT = "argument"
-# Of more modules than these, those with findings and the most values are drawn.
-_ROWS = 14
-# Letters of a module's path beside its row.
-_LABEL = 28
-# How many powers of 2 beyond the dtype's range are told apart.
-_OUTSIDE_SHOWN = 6
-_INSIDE, _OUTSIDE, _HARMLESS = "#2f6f9f", "#c8452f", "#e3b6aa"
-_NORMAL, _SUBNORMAL = "#e4f0e6", "#faf1d4"
-_GRAY = "#555555"
 
 
 @dataclass(frozen=True)
@@ -82,8 +69,7 @@ class Suggestion:
     loss_scale: float | None = None
 
     def __str__(self) -> str:
-        state = "ran again: healthy" if self.cured else "not verified"
-        return f"{self.code}\n    {self.reason} ({state})"
+        return f"{self.code}\n    {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -107,29 +93,6 @@ class Underflow:
             f"{self.flushed:.1%} zero, {self.subnormal:.1%} subnormal: "
             f"{self.operation} at {self.location or 'unknown location'}"
         )
-
-
-@dataclass(frozen=True)
-class Histogram:
-    """How large the 16-bit values of a module are, in float32.
-
-    Attributes:
-      module: its path, or the function that the values are computed in.
-      gradient: whether they are gradients of the scaled loss.
-      findings: the kinds of the findings among them.
-      counts: how many values have which exponent, beginning with 2^-64; larger and
-        smaller ones count at the ends.
-    """
-
-    module: str
-    gradient: bool
-    counts: np.ndarray[Any, Any] = field(compare=False)
-    findings: tuple[str, ...] = ()
-
-    @property
-    def exponents(self) -> np.ndarray[Any, Any]:
-        """The exponents that `counts` counts."""
-        return np.arange(LOWEST_EXPONENT, LOWEST_EXPONENT + len(self.counts))
 
 
 @dataclass(frozen=True)
@@ -178,7 +141,7 @@ class Diagnosis:
         """The diagnosis as text."""
         lines = [self.header, "", *(self._found() or [self._health()])]
         if self.suggestions:
-            lines += ["", "to cure it:", *map(str, self.suggestions)]
+            lines += ["", self._cure(), *map(str, self.suggestions)]
         lines.append("")
         results = [label for label in self.errors if not label.startswith("gradient")]
         if results:
@@ -204,7 +167,8 @@ class Diagnosis:
         if self.underflows:
             why = ", which took no result further from float32 than rounding does"
             head = f"most underflow{why if self.healthy else ''}:"
-            lines += [head, *(f"  {u}" for u in self.underflows)]
+            told = Counter(map(str, self.underflows))
+            lines += [head, *(_counted(f"  {text}", told[text]) for text in told)]
         return "\n".join(lines)
 
     def _found(self) -> list[str]:
@@ -219,6 +183,14 @@ class Diagnosis:
             str(first) + (f", and in {len(others)} more modules" if others else "")
             for first, *others in alike.values()
         ]
+
+    def _cure(self) -> str:
+        """A line on all suggestions together, as they were tried."""
+        if not all(suggestion.cured for suggestion in self.suggestions):
+            return "to cure it (not tried):"
+        if len(self.suggestions) > 1:
+            return "to cure it, all of these (with all, ran again: healthy):"
+        return "to cure it (ran again: healthy):"
 
     def _health(self) -> str:
         """A line on a program without findings."""
@@ -264,130 +236,21 @@ class Diagnosis:
         Raises:
           ImportError: matplotlib is not installed.
         """
-        # matplotlib need not be installed for anything else.
-        from matplotlib.figure import Figure
-
-        sides = [_drawn(self.histograms, gradient) for gradient in (False, True)]
-        sides = [side for side in sides if side] or [[]]
-        rows = max(1, *map(len, sides))
-        size = (1 + 4.8 * len(sides), 2.4 + 0.5 * rows)
-        figure = Figure(figsize=size, layout="constrained", facecolor="white")
-        heights = {"height_ratios": [rows + 0.8, 0.6]}
-        grid: Any = figure.subplots(2, len(sides), squeeze=False, gridspec_kw=heights)
-        at_fault = any(histogram.findings for histogram in self.histograms)
-        for axes in grid.flat:
-            axes.spines[["top", "right", "left"]].set_visible(False)
-        for (axes, below), side in zip(grid.T, sides, strict=True):
-            _draw_histograms(
-                axes, side, self.dtype, _HARMLESS if at_fault else _OUTSIDE
-            )
-            if self.scale_window and self.loss_scale and side and side[0].gradient:
-                _draw_window(below, self.loss_scale, self.scale_window)
-            else:
-                below.set_axis_off()
         state = "healthy" if self.healthy else self.findings[0].message
-        figure.suptitle(f"{self.header}\n{state}", fontsize=11, x=0.01, ha="left")
-        figure.savefig(path, dpi=150)
+        sides = [
+            [h for h in self.histograms if h.gradient is gradient]
+            for gradient in (False, True)
+        ]
+        window = None
+        if self.scale_window and self.loss_scale:
+            window = self.loss_scale, *self.scale_window
+        draw(path, f"{self.header}\n{state}", self.dtype, sides, window)
+
+
+def _counted(text: str, times: int) -> str:
+    return f"{text}, {times} times" if times > 1 else text
 
 
 def _finite(number: float | None) -> float | None:
     """A number as JSON has it: there is no infinity."""
     return number if number is not None and math.isfinite(number) else None
-
-
-def _drawn(histograms: Sequence[Histogram], gradient: bool) -> list[Histogram]:
-    """Those with findings and those with the most values, in the program's order."""
-    found = [h for h in histograms if h.gradient is gradient and h.counts.any()]
-    order = sorted(found, key=lambda h: (not h.findings, -h.counts.sum()))
-    at_fault = sum(bool(histogram.findings) for histogram in found)
-    kept = set(map(id, order[: max(_ROWS, at_fault)]))
-    return [histogram for histogram in found if id(histogram) in kept]
-
-
-def _draw_histograms(
-    axes: Any, histograms: Sequence[Histogram], dtype: str, harmless: str
-) -> None:
-    """One histogram in a row, each as high as its row; the first module on top."""
-    info = jnp.finfo(dtype)
-    bounds = (info.smallest_subnormal, info.tiny, info.max)
-    lowest, normal, high = (float(np.log2(np.float64(bound))) for bound in bounds)
-    seen: list[float] = []
-    for row, histogram in enumerate(histograms):
-        # What is far outside of the dtype's range is at its edge.
-        ends = lowest - _OUTSIDE_SHOWN, np.ceil(high) + _OUTSIDE_SHOWN
-        shown, place = np.unique(histogram.exponents.clip(*ends), return_inverse=True)
-        counts = np.bincount(place, histogram.counts)
-        seen += shown[counts > 0].tolist()
-        # Roots show small counts, as of values that do not fit.
-        heights = -0.85 * np.sqrt(counts / counts.max())
-        inside = (shown >= lowest) & (shown < np.ceil(high))
-        outside = _OUTSIDE if histogram.findings else harmless
-        colors = np.where(inside, _INSIDE, outside)
-        axes.bar(shown + 0.5, heights, 1.0, bottom=row + 0.45, color=colors)
-        if histogram.findings:
-            axes.axhspan(row - 0.45, row + 0.5, fill=False, ec=_OUTSIDE, lw=1.5)
-    names = list(map(_label, histograms))
-    axes.set_yticks(range(len(names)), names, fontsize=8)
-    for label, histogram in zip(axes.get_yticklabels(), histograms, strict=True):
-        if histogram.findings:
-            label.set(color=_OUTSIDE, fontweight="bold")
-    axes.set_ylim(len(names) - 0.4, -1.1)
-    axes.tick_params(axis="y", length=0)
-    gradient = bool(histograms) and histograms[0].gradient
-    kind = "scaled gradients" if gradient else "weights and activations"
-    axes.set_title(f"{kind} in {dtype}", fontsize=10, loc="left")
-    axes.set_xlabel("magnitude in float32, power of 2", fontsize=9)
-    left, right = min(seen, default=0.0), max(seen, default=0.0)
-    # An end of the range that is near is shown too.
-    left = min(left, max(lowest, left - 16)) - 1
-    right = max(right + 1, min(high, right + 16)) + 1
-    axes.set_xlim(left, right)
-    _draw_range(axes, left, lowest, normal, high, right)
-
-
-def _draw_range(axes: Any, *edges: float) -> None:
-    """Shades what the dtype holds, and says so where there is room."""
-    left, lowest, _, high, right = edges
-    parts = [
-        ("zero", _OUTSIDE, None),
-        ("fewer digits", _GRAY, _SUBNORMAL),
-        ("all digits", _GRAY, _NORMAL),
-        ("inf", _OUTSIDE, None),
-    ]
-    for (name, color, shade), (start, end) in zip(parts, pairwise(edges), strict=True):
-        if shade:
-            axes.axvspan(start, end, color=shade, zorder=0, lw=0)
-        start, end = max(start, left), min(end, right)
-        if end - start > len(name) * (right - left) / 72:
-            middle = (start + end) / 2
-            axes.text(middle, -0.75, name, color=color, fontsize=8, ha="center")
-    for edge in (lowest, high):
-        if left < edge < right:
-            axes.axvline(edge, color=_OUTSIDE, lw=1, zorder=1)
-
-
-def _label(histogram: Histogram) -> str:
-    name = histogram.module
-    longest = max(name.split("/"), key=len)
-    kept = max(_LABEL - len(name) + len(longest) - 3, 8)
-    if len(name) > _LABEL and len(longest) > kept + 3:
-        # The other names tell it from modules of the same kind.
-        ends = longest[: kept // 2], longest[-kept // 2 :]
-        name = name.replace(longest, "...".join(ends), 1)
-    short = name if len(name) <= _LABEL else f"...{name[3 - _LABEL :]}"
-    kinds = ", ".join(histogram.findings)
-    return f"{kinds} \u25b6 {short}" if kinds else short
-
-
-def _draw_window(axes: Any, scale: float, window: tuple[float, float]) -> None:
-    axes.set_yticks([])
-    axes.set_xlabel("loss scale, power of 2", fontsize=9)
-    low, high = np.log2(window)
-    here = np.log2(scale)
-    if low <= high:
-        axes.axvspan(low, high, color=_NORMAL, lw=0)
-        axes.text((low + high) / 2, 0.62, "fits", fontsize=8, color=_GRAY, ha="center")
-    fits = low <= here <= high
-    axes.plot([here], [0.3], "o", color=_INSIDE if fits else _OUTSIDE, ms=7)
-    axes.set_ylim(0, 1)
-    axes.set_xlim(min(low, high, here) - 2, max(low, high, here) + 2)

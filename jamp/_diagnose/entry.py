@@ -22,11 +22,11 @@ from jamp._diagnose.diagnosis import (
     ARGUMENT,
     Diagnosis,
     Finding,
-    Histogram,
     Suggestion,
     Underflow,
 )
 from jamp._diagnose.judge import Examination, Fault, kind_of, made_by
+from jamp._diagnose.histograms import Histogram
 from jamp._diagnose.measure import Measured
 from jamp._diagnose.outcomes import error_limit, gradient_error, gradient_moved
 from jamp._diagnose.program import Settings, Subject
@@ -37,6 +37,8 @@ from jamp._tracing.checks import check_function, wrong_argnums
 
 # How many operations with underflow are listed.
 _LISTED = 3
+# What less is lost of is not worth a line.
+_LEAST_LOST = 0.01
 # How often the plain line of progress is written anew, in equations.
 _EVERY = 50
 
@@ -235,7 +237,8 @@ def _underflows(measured: Sequence[Measured]) -> tuple[Underflow, ...]:
         Underflow(m.primitive, m.location, *m.statistics.underflow)
         for m in measured
         if narrow(m.dtype)
-        and m.statistics.flushed + m.statistics.subnormal
+        and m.statistics.nonzero
+        and sum(m.statistics.underflow) >= _LEAST_LOST
         and kind_of(m, share=0.0) == "underflow"
     ]
     found.sort(key=lambda u: u.flushed + u.subnormal, reverse=True)
