@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax.linen import fp8_ops
 from jax.custom_derivatives import SymbolicZero
+from jax.experimental.ode import odeint
 from jaxprs import operand_dtypes, traced
 from tables import check_each
 
@@ -468,3 +469,47 @@ def test_what_a_backward_rule_logs_is_logged(within, loop):
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     for actual, expected in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=0.02, atol=0.02)
+
+
+@jax.custom_vjp
+def twice(x):
+    return 2 * x
+
+
+twice.defvjp(lambda x: (2 * x, None), lambda _, ct: (2 * ct,))
+
+
+@jax.custom_jvp
+def weighed(x, w):
+    return jnp.exp(jnp.outer(x, x) @ w.astype(x.dtype))
+
+
+@weighed.defjvp
+def weighed_jvp(primals, tangents):
+    return jax.jvp(weighed.fun, primals, tangents)
+
+
+def along_an_ode(x, w):
+    return odeint(
+        lambda y, t, w: -(y * w).astype(y.dtype), x, jnp.linspace(0.0, 1.0, 3), w
+    )
+
+
+@pytest.mark.parametrize(
+    "function", [lambda x, w: twice(x) * twice(w), weighed, along_an_ode]
+)
+@pytest.mark.parametrize(
+    "dtypes", [("float64", "float64"), ("float32", "float64"), ("float64", "float32")]
+)
+def test_float64_has_its_gradients_through_rules(function, dtypes):
+    with jax.enable_x64(True):
+        arrays = [jnp.asarray([0.5, 1.5], dtype) for dtype in dtypes]
+
+        def loss(x, w):
+            return jnp.sum(function(x, w))
+
+        plain = jax.grad(loss, (0, 1))(*arrays)
+        cast = jax.grad(jamp.autocast(loss), (0, 1))(*arrays)
+        for of_plain, of_cast in zip(plain, cast, strict=True):
+            assert of_cast.dtype == of_plain.dtype
+            np.testing.assert_allclose(of_cast, of_plain, rtol=0.01)

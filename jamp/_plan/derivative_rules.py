@@ -26,11 +26,12 @@ LOGS = hasattr(jax.custom_vjp, "defvjp_with_logs")
 def differentiable(eqn: JaxprEqn) -> list[int]:
     """Operands of an equation that have tangents, as those of extended dtypes may."""
     tangents = (var.aval.to_tangent_aval() for var in eqn.invars)
-    none = (None, jax.dtypes.float0)
+    dtypes = [getattr(aval, "dtype", None) for aval in tangents]
+    # NumPy takes None for float64: only `is` tells them apart.
     return [
         slot
-        for slot, aval in enumerate(tangents)
-        if getattr(aval, "dtype", None) not in none
+        for slot, dtype in enumerate(dtypes)
+        if dtype is not None and dtype != jax.dtypes.float0
     ]
 
 
