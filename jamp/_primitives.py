@@ -115,8 +115,8 @@ JOINING = _names("concatenate pad select_n stack")
 # Their results are elements of their operands, but for the sign, or zero.
 REARRANGING = _names(
     "broadcast_in_dim concatenate copy dynamic_slice dynamic_update_slice gather jit",
-    "neg pad reshape rev scatter slice split squeeze stack stop_gradient tile",
-    "transpose unstack",
+    "neg pad reshape rev scatter sharding_constraint slice split squeeze stack",
+    "stop_gradient tile transpose unstack",
 )
 # Their results are among the elements of their operands, or zero or one.
 EXACT = REARRANGING | _names(

@@ -217,7 +217,7 @@ def test_gradients_of_a_cast_are_those_as_written(cast, device, dtype):
 @pytest.mark.parametrize("first", ["under autocast", "as written"])
 @pytest.mark.parametrize("transform", [jax.jit, jax.vmap, jax.grad])
 def test_a_trace_that_jax_keeps_serves_its_own_side_alone(first, transform):
-    inner = jax.jit(lambda y: cast(y * 2).sum())
+    inner = jax.jit(lambda y: cast(y * y).sum())
     fn = lambda x, w: transform(inner)(x[0] @ w if transform is jax.vmap else x @ w)  # noqa: E731
     under = jamp.autocast(fn, device_type="gpu")
     sides = [(under, "1"), (fn, "0")]

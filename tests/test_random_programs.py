@@ -11,6 +11,7 @@ import pytest
 from evaluation import evaluated
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.interpreters.partial_eval import dce_jaxpr
 from jaxprs import dtypes, is_float, matmul_dtypes, text, traced
 from random_operations import EXTRAS, OPERATIONS, SHAPES, UNIT
 from random_operations import arguments as drawn
@@ -119,10 +120,16 @@ def before_a_matmul(program):
 
 
 def assert_matmuls_lowered(fn, program, count):
-    """As many of a program's matmuls as told are in 16 bits, all others in float32."""
+    """As many of a program's matmuls as told are in 16 bits, all others in float32.
+
+    Those that nobody reads may be left out.
+    """
     found = matmul_dtypes(traced(fn, ENV))
     low = [pair for pair in found if pair != ("float32", "float32")]
-    assert len(found) == len(matmul_dtypes(traced(program, ENV)))
+    as_written = traced(program, ENV).jaxpr
+    read, _ = dce_jaxpr(as_written, [True] * len(as_written.outvars))
+    counts = [len(matmul_dtypes(jaxpr)) for jaxpr in (read, as_written)]
+    assert counts[0] <= len(found) <= counts[1]
     assert len(low) == count
     assert all(pair in LOW_PAIRS for pair in low)
 

@@ -241,6 +241,9 @@ MOVES = {
     "dynamic_slice": lambda h: jax.lax.dynamic_slice_in_dim(h, 1, 2),
     "dynamic_update_slice": lambda h: jax.lax.dynamic_update_slice(h, h[:2], (2, 0)),
     "pad": lambda h: jnp.pad(h, 1, constant_values=1.0),
+    "relu": jax.nn.relu,
+    "relu6": jax.nn.relu6,
+    "sharding": lambda h: jax.lax.with_sharding_constraint(h, EYE.sharding),
     "split": lambda h: jnp.concatenate(jnp.split(h, 2)[::-1]),
     "stack": lambda h: jnp.stack([h, h]),
     "tile": lambda h: jnp.tile(h, 2),
@@ -276,6 +279,8 @@ RULED = {
     "log_ndtr": lambda p: special.log_ndtr(20 * p - 10),
     "logaddexp": lambda p: jnp.logaddexp(4 * p, jnp.log(1 - p)),
     "logit": special.logit,
+    "ndtri": special.ndtri,
+    "zeta": lambda p: special.zeta(2.01 - p, 1.0),
 }
 
 
@@ -310,6 +315,25 @@ def test_a_metric_beside_a_loss_does_not_change_it(device):
     )
     assert with_metric == without
     np.testing.assert_allclose(without, loss(x, nothing)[0], rtol=1e-3)
+
+
+@both_policies
+def test_what_nobody_reads_rounds_nothing(device):
+    def loss(x, unread=lambda p: None):
+        p = 0.5 - 0.5 * jnp.tanh(x @ EYE)
+        unread(p)
+        return jnp.log(p + 1e-7).mean()
+
+    def backward_unread(x):
+        return jax.vjp(loss, x)[0]
+
+    x = activations(2, 0, POLICIES[device])
+    alone, *others = (
+        jamp.autocast(fn, device_type=device)(x)
+        for fn in (loss, lambda x: loss(x, jnp.tanh), backward_unread)
+    )
+    assert others == [alone, alone]
+    np.testing.assert_allclose(alone, loss(x), rtol=1e-3)
 
 
 ELEMENTS = {

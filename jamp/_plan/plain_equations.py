@@ -284,7 +284,7 @@ def _result_traits(equation: Equation, used: Sequence[Any]) -> Traits:
         free = free_dims(eqn, operands, caster.plan.inputs, layer=layer)
         return Traits(free=free, data=True)
     unsafe = caster.options.policy.unsafe
-    if any(name in u.of for u in unsafe):
+    if name == "logistic" or any(name in u.of for u in unsafe):
         return Traits(data=data, probability=True)
     if name in _primitives.MOVEMENT and floats:
         source = floats[0].traits
@@ -294,7 +294,7 @@ def _result_traits(equation: Equation, used: Sequence[Any]) -> Traits:
             free=tuple([moved(eqn, dims, new=False) for dims in source.free]),
         )
     traits = Traits(numbers, data=data)
-    if unsafe and name in _primitives.KEEPING_PROBABILITY:
+    if name in _primitives.KEEPING_PROBABILITY:
         firm = [v.traits for v in floats if not v.follows]
         found = next((known for known in firm if known.probability), None)
         if found and (len(firm) == 1 or name not in _primitives.BROADCASTING):

@@ -109,6 +109,11 @@ class Structural(Run):
     in_float32: bool = False
 
     @property
+    def is_call(self) -> bool:
+        """Whether it calls one program, which may be handed float32 for 16 bits."""
+        return self.kind in ("jit", "custom_jvp_call")
+
+    @property
     def slots(self) -> list[int]:
         """Which inputs of the last program the last operands are casts of."""
         return [slot for slot, _ in self.plans[-1].extras]

@@ -34,13 +34,13 @@ class Probabilities:
         self._rounded.update(values[place].number for place in places)
 
     def look_inside(self, action: Run) -> None:
-        """Looks at what a jitted function holds that runs in float32 as a whole.
+        """Looks at what a called function holds that runs in float32 as a whole.
 
         Raises:
           BannedOpError: it may not take a rounded one.
         """
-        jitted = isinstance(action, Structural) and action.kind == "jit"
-        if jitted and any(map(self.rounded, taken(action))):
+        called = isinstance(action, Structural) and action.is_call
+        if called and any(map(self.rounded, taken(action))):
             _refuse(with_inner([action.caster.record]))
 
     def trace(self, action: Action) -> None:
@@ -53,7 +53,7 @@ class Probabilities:
         if reads and isinstance(action, Run):
             _refuse([action.caster.record])
         # Of what loops and branches do inside nothing is known here.
-        if reads or (isinstance(action, Structural) and action.kind != "jit"):
+        if reads or (isinstance(action, Structural) and not action.is_call):
             self._rounded.update(value.number for value in action.results)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cache
 from itertools import chain
 from typing import NamedTuple
@@ -64,7 +65,7 @@ def _kind(action: Action) -> Kind | None:
     if is_float32_function(action):
         rounds = any(value.low for value in action.results)
         return Kind(False, False, rounds, False, False, compares=False)
-    if isinstance(action, Structural) and action.kind != "jit":
+    if isinstance(action, Structural) and not action.is_call:
         return None
     names = {eqn.primitive.name for eqn in nested([action.eqn])}
     low = [value.low for value in action.results]
@@ -110,6 +111,19 @@ def _is_of_numbers(value: Value) -> bool:
     return value.follows
 
 
+def _live(plan: Plan) -> Plan:
+    """A plan without the actions that nobody reads, which XLA drops too."""
+    read = {value.number for value in plan.results}
+    kept: list[Action] = []
+    for action in reversed(plan.actions):
+        effects = isinstance(action, Bind | Structural) and action.eqn.effects
+        if effects or not read.isdisjoint(value.number for value in action.results):
+            kept.append(action)
+            values = chain(action.operands, taken(action))
+            read.update(value.number for value in values)
+    return replace(plan, actions=kept[::-1])
+
+
 class Readers:
     """How each value of a plan is read, given how its results are.
 
@@ -134,7 +148,9 @@ class Readers:
         # What is split, as it is or moved.
         self._parted: set[int] = set()
         self._counts: Counter[int] = Counter()
-        for action in reversed(plan.actions):
+        # Without what nobody reads.
+        self.plan = _live(plan)
+        for action in reversed(self.plan.actions):
             self._add(action)
         self.inputs = self.reading(plan.inputs)
 
@@ -210,7 +226,7 @@ class Readers:
             self._widen(lows, chain.from_iterable(self.wide.get(n, ()) for n in made))
             return
         names = _names(action)
-        if isinstance(action, Structural) and action.kind == "jit":
+        if isinstance(action, Structural) and action.is_call:
             (program,) = action.plans
             inner = self._of(program, self.reading(action.results))
             numbers = [value.number for value in action.operands]

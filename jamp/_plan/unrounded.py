@@ -72,10 +72,10 @@ class _Writer:
     """A plan being written anew, forward."""
 
     def __init__(self, plan: Plan, results: Reading, variants: _Variants):
-        self._plan = plan
         self._results = results
         self._variants = variants
         self._readers = variants.readers(plan, results)
+        self._plan = self._readers.plan
         # Each once, in order, without values.
         self._items: dict[Action | Group, None] = {}
         # Casts and views that nothing has read yet, by the number of their result.
@@ -348,7 +348,7 @@ class _Writer:
             self._prepare(action)
 
     def _structural(self, action: Structural) -> None:
-        if action.kind != "jit":
+        if not action.is_call:
             plans = [self._variants.plan(plan) for plan in action.plans]
             self._keep(self._with_plans(action, plans))
             return
