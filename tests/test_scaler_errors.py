@@ -154,6 +154,20 @@ def test_swapped_arguments_show_their_order(method, enabled):
         SWAPPED[method](GradScaler(enabled=enabled), state_of(8.0))
 
 
+AS_IN_TORCH = {
+    "step": lambda scaler: scaler.step(SGD),
+    "update": lambda scaler: scaler.update(),
+    "state_dict": lambda scaler: scaler.state_dict(),
+}
+
+
+@pytest.mark.parametrize("method", AS_IN_TORCH)
+def test_calls_as_in_torch_are_told_how_to_be_written(method):
+    message = rf"the state comes first: scaler\.{method}\(state"
+    with pytest.raises(ScalerTypeError, match=message):
+        AS_IN_TORCH[method](GradScaler())
+
+
 def test_a_loss_without_a_state_is_what_came():
     with pytest.raises(ScalerTypeError, match=r"scale\(state, loss\).*; got ArrayImpl"):
         GradScaler().scale(W)

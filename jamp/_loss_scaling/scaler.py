@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, InitVar, dataclass, fields
+from functools import partial
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, NamedTuple, Never
 
@@ -15,11 +16,12 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from jamp._autocast import as_written
 from jamp._errors import ScalerError, ScalerTypeError
-from jamp._loss_scaling import arguments
+from jamp._loss_scaling import arguments, torch_calls
 from jamp._loss_scaling.arguments import LARGEST, LARGEST_COUNT, any_of, expect, select
 from jamp.pallas_kernels import all_finite, unscale_and_check
 
 _KEYS = "scale growth_factor backoff_factor growth_interval _growth_tracker".split()
+_STEP = "step(state, tx, grads, found_inf, opt_state, params)"
 _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 # What an option may be, and what it becomes, by its annotation.
 _TYPES: dict[Any, tuple[Any, str, type]] = {
@@ -45,38 +47,7 @@ class ScalerState(NamedTuple):
     hysteresis_tracker: jax.Array
 
 
-if TYPE_CHECKING:
-    _of_the_class = classmethod
-else:
-
-    class _of_the_class(classmethod):
-        """A method of a class, which would change nothing of an instance."""
-
-        def __get__(self, instance, owner=None):
-            return super().__get__(instance, owner) if instance is None else _refused
-
-
-def _refused(*args: Any, **kwargs: Any) -> Never:
-    raise ScalerTypeError(
-        "a scaler never changes: load_state_dict returns one and its state, as in "
-        "scaler, state = jamp.GradScaler.load_state_dict(state_dict)"
-    )
-
-
-# What stands for methods of torch's that a scaler lacks.
-_INSTEAD = {
-    "get_scale": "state.scale, or jamp.loss_scale(state)",
-    "is_enabled": "scaler.enabled",
-    "unscale_": "scaler.unscale(state, grads)",
-    **{
-        f"{verb}_{option}": instead.format(option)
-        for option in ("growth_factor", "backoff_factor", "growth_interval")
-        for verb, instead in (
-            ("get", "scaler.{0}"),
-            ("set", "dataclasses.replace(scaler, {0}=...)"),
-        )
-    },
-}
+_takes_state = partial(torch_calls.takes_state, ScalerState)
 
 
 @dataclass(frozen=True)
@@ -159,7 +130,11 @@ class GradScaler:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Never:
-            hint = f": take {_INSTEAD[name]}" if name in _INSTEAD else ""
+            hint = (
+                f": take {torch_calls.INSTEAD[name]}"
+                if name in torch_calls.INSTEAD
+                else ""
+            )
             raise AttributeError(
                 f"'GradScaler' object has no attribute {name!r}{hint}",
                 name=name,
@@ -186,12 +161,15 @@ class GradScaler:
           ScalerTypeError: a leaf is no number, or the state is left out.
         """
         given = outputs is not None or not isinstance(state, ScalerState)
-        _check_state(state if given else None, "scale(state, loss)")
+        torch_calls.check_state(
+            ScalerState, state if given else None, "scale(state, loss)"
+        )
         if not self.enabled:
             return outputs
         return arguments.scaled(state.scale, outputs)
 
     # Gradients taken under an autocast are in 16 bits, in which they would vanish.
+    @_takes_state("unscale(state, grads)")
     @as_written
     def unscale(self, state: ScalerState, grads: Any) -> tuple[Any, jax.Array]:
         """Divides gradients by the scale, in one pass with the check for overflows.
@@ -207,7 +185,6 @@ class GradScaler:
         Raises:
           ScalerError: gradients are float16, because their parameters are.
         """
-        _check_state(state, "unscale(state, grads)")
         if not self.enabled:
             return grads, jnp.array(False)
         what = "Attempting to unscale FP16 gradients: the gradients"
@@ -221,6 +198,7 @@ class GradScaler:
         # zero, and with it every gradient.
         return unscaled, found_inf | (inverse == 0)
 
+    @_takes_state("update(state, found_inf)")
     @as_written
     def update(
         self, state: ScalerState, found_inf: Any = None, new_scale: Any = None
@@ -238,7 +216,6 @@ class GradScaler:
           ScalerError: neither is given, or a new scale is not positive and finite.
           ScalerTypeError: one of them has the wrong type.
         """
-        _check_state(state, "update(state, found_inf)")
         if not self.enabled:
             return state
         if new_scale is not None:
@@ -261,6 +238,7 @@ class GradScaler:
             hysteresis_tracker=jnp.where(found, overflows, 0),
         )
 
+    @_takes_state(_STEP)
     @as_written
     def step(
         self,
@@ -290,10 +268,8 @@ class GradScaler:
         Raises:
           ScalerError: the optimizer scales the loss itself, or found_inf is missing.
         """
-        call = "step(state, tx, grads, found_inf, opt_state, params)"
-        _check_state(state, call)
         tx = arguments.without_multi_steps(tx)
-        second = f"the optimizer comes second: scaler.{call};"
+        second = f"the optimizer comes second: scaler.{_STEP};"
         expect(isinstance(tx, optax.GradientTransformation), tx, second)
         if arguments.instances(opt_state, ScalerState):
             raise ScalerError(
@@ -311,6 +287,7 @@ class GradScaler:
             found = found | ~all_finite(updates)
         return *select(found, (params, opt_state), stepped), ~found
 
+    @_takes_state("state_dict(state)")
     def state_dict(self, state: ScalerState) -> dict[str, Any]:
         """Python numbers under torch's five keys, to load here or in torch.
 
@@ -318,14 +295,13 @@ class GradScaler:
         count of overflows in a row, which matters with `hysteresis`, is not in it: to
         resume exactly, save the state itself.
         """
-        _check_state(state, "state_dict(state)")
         if not self.enabled:
             return {}
         factors = self.growth_factor, self.backoff_factor, self.growth_interval
         values = float(state.scale), *factors, int(state.growth_tracker)
         return dict(zip(_KEYS, values, strict=True))
 
-    @_of_the_class
+    @torch_calls.of_the_class
     def load_state_dict(
         cls, state_dict: Mapping[str, Any], **options: Any
     ) -> tuple[GradScaler, ScalerState]:
@@ -387,8 +363,3 @@ def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
             raise ScalerTypeError(f"{option.name} must be {words}, got {value!r}")
         found[option.name] = None if value is None else kind(value)
     return found
-
-
-def _check_state(state: Any, call: str) -> None:
-    message = f"the state comes first: scaler.{call}, with what scaler.init() or update"
-    expect(isinstance(state, ScalerState), state, f"{message} returned;")

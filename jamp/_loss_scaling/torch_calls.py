@@ -1,0 +1,70 @@
+"""What `jamp.GradScaler` says to calls that are written as for torch's."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Never, ParamSpec, TypeVar
+
+from jamp._errors import ScalerTypeError
+from jamp._loss_scaling.arguments import expect
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+if TYPE_CHECKING:
+    of_the_class = classmethod
+else:
+
+    class of_the_class(classmethod):
+        """A method of a class, which would change nothing of an instance."""
+
+        def __get__(self, instance, owner=None):
+            return super().__get__(instance, owner) if instance is None else _refused
+
+
+def _refused(*args: Any, **kwargs: Any) -> Never:
+    raise ScalerTypeError(
+        "a scaler never changes: load_state_dict returns one and its state, as in "
+        "scaler, state = jamp.GradScaler.load_state_dict(state_dict)"
+    )
+
+
+# What stands for methods of torch's that a scaler lacks.
+INSTEAD = {
+    "get_scale": "state.scale, or jamp.loss_scale(state)",
+    "is_enabled": "scaler.enabled",
+    "unscale_": "scaler.unscale(state, grads)",
+    **{
+        f"{verb}_{option}": instead.format(option)
+        for option in ("growth_factor", "backoff_factor", "growth_interval")
+        for verb, instead in (
+            ("get", "scaler.{0}"),
+            ("set", "dataclasses.replace(scaler, {0}=...)"),
+        )
+    },
+}
+
+
+def check_state(kind: type, state: Any, call: str) -> None:
+    """Raises unless a state is of its class, and says how a method is called."""
+    message = f"the state comes first: scaler.{call}, with what scaler.init() or update"
+    expect(isinstance(state, kind), state, f"{message} returned;")
+
+
+def takes_state(
+    kind: type, call: str
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Has a method say how it is called where its state is missing.
+
+    Python itself would name the parameters that are missing after it.
+    """
+
+    def checking(method: Callable[_P, _R]) -> Callable[_P, _R]:
+        @wraps(method)
+        def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            state = args[1] if len(args) > 1 else kwargs.get("state")
+            check_state(kind, state, call)
+            return method(*args, **kwargs)
+
+        return checked
+
+    return checking
