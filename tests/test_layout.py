@@ -181,6 +181,12 @@ def test_every_room_is_described_and_every_described_one_is_there():
     assert not {*rooms_on_disk()} - {*described}
     for name in described:
         assert (ROOT / "jamp" / name).exists(), name
+    # Of a folder of which it names a file, it names all.
+    for folder in {Path(name).parent for name in described} - {Path()}:
+        files = {
+            str(folder / path.name) for path in (ROOT / "jamp" / folder).glob("*.py")
+        }
+        assert not files - {*described, str(folder / "__init__.py")}
 
 
 def test_every_package_on_disk_is_installed():

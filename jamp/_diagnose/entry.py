@@ -25,8 +25,8 @@ from jamp._diagnose.diagnosis import (
     Suggestion,
     Underflow,
 )
-from jamp._diagnose.judge import Examination, Fault, kind_of, made_by
 from jamp._diagnose.histograms import Histogram
+from jamp._diagnose.judge import Examination, Fault, kind_of, made_by
 from jamp._diagnose.measure import Measured
 from jamp._diagnose.outcomes import error_limit, gradient_error, gradient_moved
 from jamp._diagnose.program import Settings, Subject
