@@ -66,7 +66,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m jamp", description="Automatic mixed precision for JAX."
     )
     parser.add_argument("--version", action="version", version=f"jamp {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="command")
+    # Alone it prints what there is.
+    parser.set_defaults(run=lambda _: ([parser.format_help().rstrip()], 0))
+    commands = parser.add_subparsers(metavar="command")
     info = commands.add_parser(
         "info",
         help="versions, devices, and what autocast would choose here",

@@ -5,7 +5,6 @@ import threading
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import (
-    TYPE_CHECKING,
     Any,
     Never,
     ParamSpec,
@@ -181,39 +180,6 @@ class Autocast:
         self._entered.regions.pop().__exit__(*exception)
 
 
-class _WithParentheses:
-    """A function that says what is missing where it is entered without a call."""
-
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, fn)
-        self._fn = fn
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._fn(*args, **kwargs)
-
-    def __reduce__(self) -> str:
-        return self._fn.__name__
-
-    def __repr__(self) -> str:
-        return repr(self._fn)
-
-    if not TYPE_CHECKING:
-        # For help() and inspect it is the function.
-
-        @property
-        def __class__(self):
-            return type(self._fn)
-
-        def __getattr__(self, name):
-            return getattr(self._fn, name)
-
-    def __enter__(self) -> Never:
-        name = self._fn.__name__
-        raise AutocastTypeError(f"write `with jamp.{name}(...):`, with parentheses")
-
-    def __exit__(self, *exception: Any) -> None: ...
-
-
 @overload
 def autocast(
     fn: Callable[_P, _R], **options: Unpack[_AutocastOptions]
@@ -224,7 +190,6 @@ def autocast(
 def autocast(fn: None = None, **options: Unpack[_AutocastOptions]) -> Autocast: ...
 
 
-@_WithParentheses
 def autocast(
     fn: Any = None,
     *unnamed: Never,

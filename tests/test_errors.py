@@ -40,7 +40,12 @@ ARGUMENTS = {
     "no dtype": (
         {"dtype": "fp16"},
         jamp.AutocastTypeError,
-        "dtype must be float16 or bfloat16, got 'fp16'",
+        r"dtype must be float16 or bfloat16, got 'fp16'; did you mean 'float16'\?",
+    ),
+    "a dtype of torch's": (
+        {"dtype": "torch.bfloat16"},
+        jamp.AutocastTypeError,
+        r"did you mean 'bfloat16'\?",
     ),
     "policy name": (
         {"policy": "gpu"},
@@ -60,7 +65,7 @@ ARGUMENTS = {
     "no dtype of results": (
         {"output_dtype": "flot32"},
         jamp.AutocastTypeError,
-        "output_dtype must be a floating dtype, got 'flot32'",
+        r"got 'flot32'; did you mean 'float32'\?",
     ),
     "dtype of keys": (
         {"dtype": jax.dtypes.prng_key},
@@ -103,7 +108,7 @@ def test_autocast_of_what_is_no_function_raises(value):
 
 @pytest.mark.parametrize("device_type", ["gpu", "cuda", "cpu"])
 def test_a_device_type_in_the_place_of_the_function_raises(device_type):
-    message = rf"keyword: autocast\(device_type='{device_type}'\)"
+    message = rf"keyword: autocast\(fn, device_type='{device_type}'\)"
     with pytest.raises(jamp.AutocastTypeError, match=message):
         jamp.autocast(device_type)
 
@@ -287,15 +292,24 @@ def test_a_region_takes_no_dtype_of_results(enabled):
         gpu(fn)(x22)
 
 
-def test_a_region_without_parentheses_is_told_to_have_some():
-    def fn(x):
-        with jamp.autocast:
-            return x @ x
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: x if x.sum() > 0 else -x,
+        lambda x: np.sin(x),
+        lambda x: [x] * int(x.sum()),
+    ],
+)
+def test_control_that_jax_refuses_is_told_who_traces(fn):
+    with pytest.raises(TypeError) as caught:
+        gpu(lambda x: gpu(fn)(x @ x))(x22)
+    notes = "".join(caught.value.__notes__)
+    assert notes.count("jamp.autocast traces the function as jax.jit does") == 1
 
-    with pytest.raises(
-        jamp.AutocastTypeError, match=r"write `with jamp.autocast\(\.\."
-    ):
-        gpu(fn)(x22)
+
+def test_a_linen_module_without_parameters_names_its_apply():
+    with pytest.raises(jamp.AutocastTypeError, match=r"autocast\(model\.apply\)"):
+        jamp.autocast(nn.Dense(3))(x22)
 
 
 def test_autocast_is_itself_wherever_it_is_copied_to():

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from scaler_reference import state_of
 
 import jamp
@@ -223,7 +224,10 @@ def test_swapped_arguments_of_the_functions_show_their_order():
         jamp.metrics(W, state)
 
 
-@pytest.mark.parametrize("inner", [1e-3, optax.sgd, jamp.GradScaler()])
+HELD = nnx.Optimizer(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param)
+
+
+@pytest.mark.parametrize("inner", [1e-3, optax.sgd, jamp.GradScaler(), HELD])
 def test_what_is_no_optimizer_is_refused_at_once(inner):
     message = f"inner must be an optax optimizer, got {type(inner).__name__}"
     hint = "call it, as in optax.adamw" if inner is optax.sgd else ""

@@ -86,17 +86,24 @@ def dynamic_loss_scaling(
     """
     if misplaced:
         raise ScalerTypeError(_misplaced(list(misplaced)))
-    inner = arguments.without_multi_steps(inner)
-    if not isinstance(inner, optax.GradientTransformation):
-        hint = ": call it, as in optax.adamw(1e-3)" if callable(inner) else ""
-        raise ScalerTypeError(
-            f"inner must be an optax optimizer, got {type(inner).__name__}{hint}"
-        )
+    inner = _optimizer(inner)
     known = isinstance(scaler, GradScaler | None)
     arguments.expect(known, scaler, "scaler must be a jamp.GradScaler,")
     inner = optax.with_extra_args_support(inner)
     scaling = _LossScaling(inner, scaler or GradScaler(), axis_name)
     return optax.GradientTransformationExtraArgs(scaling.init, scaling.update)
+
+
+def _optimizer(inner: Any) -> optax.GradientTransformation:
+    inner = arguments.without_multi_steps(inner)
+    if isinstance(inner, optax.GradientTransformation):
+        return inner
+    hint = ": call it, as in optax.adamw(1e-3)" if callable(inner) else ""
+    if isinstance(getattr(inner, "tx", None), optax.GradientTransformation):
+        hint = ", which holds one: wrap that one, before this is made of it"
+    raise ScalerTypeError(
+        f"inner must be an optax optimizer, got {type(inner).__name__}{hint}"
+    )
 
 
 def _misplaced(names: list[str]) -> str:
@@ -345,6 +352,7 @@ def find_state(tree: Any, hint: str = "") -> Any:
     if isinstance(tree, dict):
         hint += "; restore a checkpoint with tx.init(params) as its target"
     raise ScalerError(
-        f"found no loss scale in {kind}: give it the state of an "
-        f"optimizer made by jamp.dynamic_loss_scaling, or a ScalerState{hint}"
+        f"found no loss scale in {kind}: give it the state of an optimizer made by "
+        "jamp.dynamic_loss_scaling, as tx = jamp.dynamic_loss_scaling(tx), or a "
+        f"ScalerState{hint}"
     )

@@ -129,7 +129,7 @@ def check_function(name: str, fn: Any, inputs: Sequence[Any] = ()) -> None:
         )
     keyword = _DTYPE_KEYWORDS.get(name, "dtype")
     if isinstance(fn, str) and keyword:
-        got = f"{fn!r}; device_type is a keyword: {name}(device_type={fn!r})"
+        got = f"{fn!r}; device_type is a keyword: {name}(fn, device_type={fn!r})"
     elif isinstance(fn, np.dtype | type(jax.numpy.float16)):
         dtype = np.dtype(fn).name
         got = f"the dtype {dtype}"

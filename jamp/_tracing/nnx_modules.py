@@ -101,10 +101,16 @@ def prepare(fn: Callable[..., Any], args: Any, kwargs: Any) -> Prepared:
 
 
 def _refuse_collecting(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Raises for a bound module of flax.linen, whose variables would leak tracers."""
+    """Raises for a module of flax.linen: bound, its variables would leak tracers."""
     linen = sys.modules.get("flax.linen")
     if linen is None:
         return
+    if isinstance(fn, linen.Module) and fn.scope is None and fn.parent is None:
+        name = type(fn).__name__
+        raise AutocastTypeError(
+            f"autocast takes a function, got the flax.linen module {name}, which holds "
+            "no parameters: wrap its apply, as in jamp.autocast(model.apply)(params, x)"
+        )
     for value in (fn, getattr(fn, "__self__", None), *args[:1]):
         if not isinstance(value, linen.Module) or value.scope is None:
             continue

@@ -156,9 +156,18 @@ def _shown(option: Any) -> str:
     return str(getattr(option, "name", option))
 
 
+_SHORT = {"half": "float16", "fp16": "float16", "bf16": "bfloat16"}
+_FLOATING = "a floating dtype"
+# What may be meant by a name that is none, where something is asked for.
+_NAMED = {
+    _FLOATING: ("float16", "bfloat16", "float32", "float64"),
+    _dtypes.LOW_NAMES: ("float16", "bfloat16"),
+}
+
+
 def check_floating(name: str, dtype: Any) -> DType:
     """The dtype that an argument names, which has to be floating."""
-    found = _dtype(name, dtype, "a floating dtype")
+    found = _dtype(name, dtype, _FLOATING)
     if not jax.dtypes.issubdtype(found, np.floating):
         raise AutocastTypeError(f"{name} must be a floating dtype, got {found}")
     return found
@@ -167,8 +176,12 @@ def check_floating(name: str, dtype: Any) -> DType:
 def _dtype(name: str, value: Any, wanted: str) -> DType:
     try:
         found: DType = jax.dtypes.canonicalize_dtype(value)
-    except (TypeError, ValueError) as error:
-        raise AutocastTypeError(f"{name} must be {wanted}, got {value!r}") from error
+    except (TypeError, ValueError):
+        named = str(value).removeprefix("torch.")
+        hint = did_you_mean(_SHORT.get(named, named), _NAMED[wanted])
+        raise AutocastTypeError(
+            f"{name} must be {wanted}, got {value!r}{hint}"
+        ) from None
     return found
 
 

@@ -86,6 +86,7 @@ def trace(fn: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> T
         except (TypeError, ValueError, NotImplementedError) as error:
             # Before JAX takes its own frames out of the traceback.
             out["refused"] = _raised_by_jax(error)
+            _say_who_traces(error)
             raise
         refuse_made(result, leaves)
         found, out["tree"] = jax.tree.flatten(result)
@@ -156,6 +157,27 @@ def _as_written(
     if widened != avals and _refuses_16_bits(program):
         return traced(widened)
     return program
+
+
+def _say_who_traces(error: Exception) -> None:
+    """Adds what JAX, which speaks of jit, can't know where it refuses Python's control.
+
+    To an error that has been told, nothing.
+    """
+    note = (
+        "jamp.autocast traces the function as jax.jit does: choose between values with "
+        "jnp.where or jax.lax.cond, or make what decides an argument that is no array"
+    )
+    told = note in getattr(error, "__notes__", ())
+    if isinstance(error, _UNKNOWN_YET) and not told:
+        error.add_note(note)
+
+
+_UNKNOWN_YET = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
 
 
 def _raised_by_jax(error: Exception) -> bool:
