@@ -230,6 +230,10 @@ def autocast(
       policy: a `jamp.Policy` to use instead of the device's own.
       output_dtype: dtype to which floating results of `fn` are cast; None leaves them.
 
+    Returns:
+      The function under autocast, with the signature of `fn`; without `fn` a decorator
+      that is a context manager too.
+
     Raises:
       AutocastError: an unknown device type, a dtype that is not 16-bit floating point,
         or an enabling region outside a function under autocast.
@@ -314,7 +318,11 @@ def get_autocast_dtype(device_type: str | None = None) -> _dtypes.DType:
 
 
 def is_autocast_available(device_type: str) -> bool:
-    """Whether there is a policy for a device type, whatever devices are attached."""
+    """Whether there is a policy for a device type, whatever devices are attached.
+
+    Args:
+      device_type: the device type, as `autocast` takes it.
+    """
     try:
         regions.device_kind(device_type)
     except AutocastError:

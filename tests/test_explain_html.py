@@ -163,7 +163,7 @@ def test_what_needs_attention_is_marked():
     report = jamp.explain(lambda x: x @ x.T, enabled=False)(X)
     page = Parsed(report.to_html())
     assert page.of_class("bad")
-    assert report.attention[0] in page.text
+    assert report.warnings[0] in page.text
 
 
 def test_everything_is_escaped():

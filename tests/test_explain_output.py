@@ -59,17 +59,17 @@ def shown(report, width, **options):
 
 
 def test_all_is_well_with_nothing_to_say():
-    assert jamp.explain(lambda x: x @ x.T)(X).attention == ()
+    assert jamp.explain(lambda x: x @ x.T)(X).warnings == ()
 
 
 def test_no_lowered_matmul_comes_first_with_the_reason():
     policy = GPU.with_rules(float32=["dot_general"])
     report = jamp.explain(lambda x: x @ x.T, policy=policy)(X)
-    assert report.attention == ("NO MATMUL RUNS IN 16 BITS: dot_general in gpu*",)
+    assert report.warnings == ("NO MATMUL RUNS IN 16 BITS: dot_general in gpu*",)
 
 
 def test_matmuls_kept_wide_are_told_with_their_share(report):
-    (sentence,) = report.attention
+    (sentence,) = report.warnings
     last = 2 * 2 * 2 * 4
     assert "1 of 6 matmuls" in sentence
     assert f"({last / report.flops:.1%} of their FLOPs)" in sentence
@@ -87,7 +87,7 @@ def test_matmuls_kept_wide_are_told_with_their_share(report):
 def test_matmuls_of_dtypes_that_are_never_cast_are_told_as_such(x, reason):
     with jax.enable_x64(True):
         report = jamp.explain(lambda x: x @ x)(x)
-    assert report.attention == (f"NO MATMUL RUNS IN 16 BITS: {reason}",)
+    assert report.warnings == (f"NO MATMUL RUNS IN 16 BITS: {reason}",)
     assert reason in report.text()
 
 
@@ -100,7 +100,7 @@ def test_operations_that_nothing_knows_are_told():
 
     report = jamp.explain(fn)(X)
     assert [record.primitive for record in report.unknown] == ["linear_call"]
-    (sentence,) = report.attention
+    (sentence,) = report.warnings
     assert sentence.endswith("the policy does not know them: linear_call (1)")
     assert report.to_dict()["unknown"] == {"linear_call": 1}
 
@@ -125,7 +125,7 @@ def test_entries_of_the_user_that_decided_nothing_are_told():
         ("function", "jax._src.nn.functions.relu", "float32"),
         ("scope", "tail", "float32"),
     }
-    sentence = report.attention[0]
+    sentence = report.warnings[0]
     assert sentence.startswith("entries added to the policy that decided about nothing")
     assert "scope 'tail' (float32)" in sentence
     listed = {(entry.kind, entry.name) for entry in report.unused if not entry.added}
@@ -212,7 +212,7 @@ def test_data_is_json_with_an_entry_for_each_equation(report):
         "gpu",
         True,
     )
-    assert data["attention"] == list(report.attention)
+    assert data["warnings"] == list(report.warnings)
     figures = data["figures"]
     assert figures["equations"] == len(data["operations"]) == len(report.records)
     assert (figures["matmuls"], figures["low_matmuls"]) == (6, 5)
@@ -428,7 +428,7 @@ def test_a_terminal_of_80_columns_breaks_no_rule():
 def test_the_terminal_shows_all_within_its_width(report, width):
     text = shown(report, width)
     assert max(map(len, text.splitlines())) <= width
-    for part in ("attention", "precision", "Block_1", "100.0%", "backward"):
+    for part in ("warnings", "precision", "Block_1", "100.0%", "backward"):
         assert part in text
 
 

@@ -204,7 +204,7 @@ def test_of_what_is_safe_nothing_is_told(device, dtype):
 
 def test_a_risk_needs_attention():
     report = jamp.explain(lambda x: square_in_a_product(x @ W), device_type="gpu")(W)
-    (sentence,) = report.attention
+    (sentence,) = report.warnings
     assert sentence.startswith("mul at test_explain_risks.py:")
     assert "rounded to float16, may leave its range" in sentence
 

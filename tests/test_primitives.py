@@ -13,7 +13,7 @@ from jax.extend.core import Primitive
 
 from jamp import _primitives as primitives
 from jamp._plan.programs import STRUCTURAL
-from jamp._plan.values import ARITHMETIC
+from jamp._plan.values import NUMPY_OF
 
 RELEASE = ".".join(jax.__version__.split(".")[:2])
 
@@ -25,7 +25,7 @@ TABLES = {
     for name, table in vars(primitives).items()
     if name.isupper() and isinstance(table, Collection)
 }
-TABLES |= {"rules": STRUCTURAL, "numbers": ARITHMETIC}
+TABLES |= {"rules": STRUCTURAL, "numbers": NUMPY_OF}
 
 
 @functools.cache

@@ -362,7 +362,7 @@ class Figures(Counted):
         )
 
     @property
-    def attention(self) -> tuple[str, ...]:
+    def warnings(self) -> tuple[str, ...]:
         """What to know first, the gravest first: sentences, or none if all is well."""
         matmuls, unknown = self.matmuls, Counter(r.primitive for r in self.unknown)
         wide = [op for op in matmuls if not op.record.low]

@@ -26,7 +26,7 @@ def page(report: Figures) -> str:
     return Template(template).substitute(
         name=escape(report.name),
         header=escape(report.header),
-        attention=_attention(report.attention),
+        attention=_attention(report.warnings),
         cards="\n".join(_cards(report, flops)),
         dtypes=_buttons("dtype", map(_computes_in, rows)),
         rules=_buttons("rule", (row.first.record.ruling.rule.value for row in rows)),

@@ -64,7 +64,7 @@ class Report(Figures):
 
         Returns:
           A dict with the keys `function`, `device_type`, `dtype`, `policy` and
-          `enabled`; `regions`, each with the last four; `attention`, a
+          `enabled`; `regions`, each with the last four; `warnings`, a
           list of sentences; `unknown`, the number of equations by primitive;
           `unused_entries`, each with `kind`, `name`, `rule` and `added`; `figures`:
           `equations`, `matmuls`, `low_matmuls`, `flops`, `low_flop_share`,
@@ -86,7 +86,7 @@ class Report(Figures):
             "function": self.name,
             **_options(self.options),
             "regions": list(map(_options, self.regions)),
-            "attention": list(self.attention),
+            "warnings": list(self.warnings),
             "unknown": dict(sorted(unknown.items())),
             "unused_entries": [
                 {**entry._asdict(), "rule": entry.rule.value} for entry in self.unused
@@ -103,7 +103,11 @@ class Report(Figures):
         return html.page(self)
 
     def save_html(self, path: str | Path) -> None:
-        """Writes that page to a file, to open in a browser."""
+        """Writes that page to a file, to open in a browser.
+
+        Args:
+          path: the file; one that is there is overwritten.
+        """
         Path(path).write_text(self.to_html(), encoding="utf-8")
 
     def __reduce__(self) -> Never:

@@ -18,11 +18,11 @@ _RULE = max(map(len, RULE_NAMES))
 
 
 def renderables(report: Figures) -> Iterator[RenderableType]:
-    """What rich prints of a report: attention, figures, modules, operations."""
+    """What rich prints of a report: warnings, figures, modules, operations."""
     yield Text(f"{report.name}: {report.header}", style="bold")
-    if report.attention:
-        sentences = Text("\n".join(report.attention))
-        yield Panel(sentences, title="attention", border_style="red")
+    if report.warnings:
+        sentences = Text("\n".join(report.warnings))
+        yield Panel(sentences, title="warnings", border_style="red")
     yield Text("\n".join([*text.summary(report), ""]))
     table = _table(module=0)
     for name in text.FIGURES:

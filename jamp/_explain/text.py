@@ -22,7 +22,7 @@ _WORD = re.compile(r"(?<=[_./])|(?<=[a-z])(?=[A-Z])")
 
 def text(report: Figures, group: str) -> str:
     table = _modules(report) if group == "module" else _operations(report, group)
-    head = [report.header, *report.attention, *summary(report), ""]
+    head = [report.header, *report.warnings, *summary(report), ""]
     return "\n".join([*head, *_aligned([*table])])
 
 

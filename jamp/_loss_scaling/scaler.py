@@ -294,6 +294,9 @@ class GradScaler:
         Waits for the device. A disabled scaler gives an empty dict, as in torch. The
         count of overflows in a row, which matters with `hysteresis`, is not in it: to
         resume exactly, save the state itself.
+
+        Args:
+          state: the scaler's state.
         """
         if not self.enabled:
             return {}

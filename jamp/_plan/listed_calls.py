@@ -138,7 +138,7 @@ def plan_listed_call(call: ListedCall) -> None:
         if rule is not Rule.LOWER or record.ruling.function is None:
             record.ruling, record.returns = call.ruling, ()
     enter.record = records[0]
-    _settle(call, records[-1])
+    _cast_results(call, records[-1])
     for record in records:
         outvars = record.eqn.outvars
         inside = record.returns or (None,) * len(outvars)
@@ -226,7 +226,7 @@ def _as_traced(eqns: Sequence[JaxprEqn], ruling: Ruling, scope: Scope) -> list[R
     return found
 
 
-def _settle(call: ListedCall, record: Record) -> None:
+def _cast_results(call: ListedCall, record: Record) -> None:
     """Brings what leaves a call to the dtype that its rule promises."""
     unsafe = call.options.policy.unsafe
     probability = any(call.function.name in found.of for found in unsafe)

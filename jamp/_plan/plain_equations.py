@@ -188,8 +188,8 @@ def cast_and_bind(equation: Equation, dtypes: Dtypes) -> list[Value]:
     traits = _result_traits(equation, used)._replace(table=table, sums=None)
     made = zip(eqn.outvars, result_dtypes(eqn, used, traced), strict=True)
     results = [Value.of(var.aval, dtype, traits) for var, dtype in made]
-    moved = {value.number for value in cast if value.eligible}
-    if eqn.primitive.name in _primitives.ARRANGING and moved <= plan.given:
+    numbers = {value.number for value in cast if value.eligible}
+    if eqn.primitive.name in _primitives.ARRANGING and numbers <= plan.given:
         plan.given.update(value.number for value in results)
     ruled = caster.record.ruling.rule is not Rule.AS_TRACED
     changed = used != traced or (ruled and has_own_primitive(eqn, used))

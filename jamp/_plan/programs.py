@@ -120,7 +120,7 @@ def plan_scan(equation: Equation) -> list[Value]:
         inputs = [*consts, *carried, *sliced]
         return equation.inner(params["jaxpr"], inputs, hoisted=hoisted)
 
-    inner, settled, changed = _settle(carry, body)
+    inner, settled, changed = _settled_carry(carry, body)
     equation.note(inner)
     # Its emission has their gradients added up in float32.
     rewrites = equation.caster.record.ruling.rule is not Rule.AS_TRACED
@@ -152,7 +152,7 @@ def plan_while(equation: Equation) -> list[Value]:
         inputs = [*body_consts, *carried]
         return equation.inner(params["body_jaxpr"], inputs, hoisted=range(num_body))
 
-    inner, settled, changed = _settle(carry, body)
+    inner, settled, changed = _settled_carry(carry, body)
     inputs = [*cond_consts, *_carried(carry, settled)]
     test = equation.inner(params["cond_jaxpr"], inputs)
     equation.note(test, inner)
@@ -213,7 +213,7 @@ def _meet(dtypes: Sequence[Any]) -> Any:
     return dtypes[0]
 
 
-def _settle(
+def _settled_carry(
     carry: Values, body: Callable[[Values], Plan]
 ) -> tuple[Plan, list[Any], bool]:
     """Finds the dtypes at which a loop's carry stays what it is; whether it changes.
@@ -237,7 +237,7 @@ def _settle(
 def _keep_sums(
     carry: Values, body: Callable[[Values], Plan], inner: Plan, dtypes: list[Any]
 ) -> tuple[Plan, list[Any]]:
-    """Keeps what a loop adds up in 16 bits in float32; its readers see 16 bits."""
+    """Keeps a loop's sum, as `total += x @ w`, in float32; its readers see 16 bits."""
     sums = [dtype if dtype in _dtypes.LOW_DTYPES else None for dtype in dtypes]
     while any(sums):
         kept = [FLOAT32 if low else own for low, own in zip(sums, dtypes, strict=True)]

@@ -34,12 +34,12 @@ def taken(action: Action) -> Values:
 class Kind(NamedTuple):
     """Of an action that could run in the float32 that its equation was traced in."""
 
-    exact: bool  # whether it makes no rounding of its own
-    moves: bool  # whether it changes no number at all
     low: bool  # whether its results have 16 bits
-    linear: bool  # whether its backward pass needs nothing of its operands
-    scales: bool  # whether it scales or shifts 16 bits by a constant number
-    compares: bool  # whether its results are none of 16 bits that it takes
+    exact: bool = False  # whether it makes no rounding of its own
+    moves: bool = False  # whether it changes no number at all
+    linear: bool = False  # whether its backward pass needs nothing of its operands
+    scales: bool = False  # whether it scales or shifts 16 bits by a constant number
+    compares: bool = False  # whether its results are none of 16 bits that it takes
     orders: bool = False  # whether they say which of these are the largest
     view: bool = False  # whether calls in float32 that read its result do it themselves
     masks: bool = False  # whether it scales or shifts them by one constant or an array
@@ -63,15 +63,14 @@ def _kind(action: Action) -> Kind | None:
     if not isinstance(action, Bind | Structural) or not action.results:
         return None
     if is_float32_function(action):
-        rounds = any(value.low for value in action.results)
-        return Kind(False, False, rounds, False, False, compares=False)
+        return Kind(low=any(value.low for value in action.results))
     if isinstance(action, Structural) and not action.is_call:
         return None
     names = {eqn.primitive.name for eqn in nested([action.eqn])}
     low = [value.low for value in action.results]
     takes_low = any(value.low for value in action.operands)
     if names <= _primitives.ORDERS and takes_low:
-        return Kind(False, False, any(low), False, False, compares=True, orders=True)
+        return Kind(low=any(low), compares=True, orders=True)
     exact = names <= _primitives.EXACT
     # Derivative rules of functions are theirs, but for those of exact ones, as of relu.
     fits = exact or names <= _primitives.CHEAP - {"custom_jvp_call"}
@@ -85,11 +84,11 @@ def _kind(action: Action) -> Kind | None:
     again = isinstance(action, Structural) and action.device_type == "cpu"
     widens = again and action.results[0].dtype == FLOAT32
     return Kind(
-        exact,
-        names <= _primitives.MOVING,
-        low[0],
-        scales or names <= _primitives.LINEAR,
-        scales,
+        low=low[0],
+        exact=exact,
+        moves=names <= _primitives.MOVING,
+        linear=scales or names <= _primitives.LINEAR,
+        scales=scales,
         compares=takes_low and not low[0] and not widens,
         view=not low[0] and (scales or names == {"broadcast_in_dim"}),
         masks=isinstance(action, Bind) and _scales_low(action, _is_of_numbers),

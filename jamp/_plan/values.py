@@ -64,7 +64,7 @@ def _rounded(numbers: Any, dtype: DType) -> Any:
 
 
 # Their results have the numbers of all their operands.
-ARITHMETIC: Mapping[str, Callable[..., Any]] = {
+NUMPY_OF: Mapping[str, Callable[..., Any]] = {
     "add": np.add,
     "sub": np.subtract,
     "mul": np.multiply,
@@ -82,7 +82,7 @@ ARITHMETIC: Mapping[str, Callable[..., Any]] = {
 def propagate(eqn: JaxprEqn, operands: Sequence[Numbers | None]) -> Numbers | None:
     """The numbers of an equation's results, if its operands are constants."""
     name = eqn.primitive.name
-    if name not in ARITHMETIC:
+    if name not in NUMPY_OF:
         return None
     if name == "select_n":
         operands = operands[1:]
@@ -96,7 +96,7 @@ def propagate(eqn: JaxprEqn, operands: Sequence[Numbers | None]) -> Numbers | No
     if name not in _primitives.JOINING:
         arrays = [*np.ix_(*arrays)]
     with np.errstate(all="ignore"):
-        found = _numbers(ARITHMETIC[name](*arrays))
+        found = _numbers(NUMPY_OF[name](*arrays))
     return found and held(found, dtype_of(eqn.outvars[0]))
 
 
