@@ -1,4 +1,4 @@
-"""Names of JAX's primitives, by what they do; the only place that has sets of them.
+"""Names of JAX's primitives, by what they do, as several modules ask for them.
 
 Other modules ask whether a primitive is in one of these sets, or is the one that they
 have a case for. Which rule holds for a primitive is in the tables of policies.
@@ -56,7 +56,8 @@ MOVEMENT = _names(
     "reshape reshard rev sharding_constraint slice squeeze transpose",
     "with_memory_space_constraint",
 )
-# They change no number; of some they take a part, or put several together.
+# They change no number but by a cast; of some they take a part, or put several
+# together.
 MOVING = MOVEMENT | _names(
     "dynamic_slice dynamic_update_slice scatter split stack tile unstack"
 )

@@ -34,7 +34,7 @@ def summary(report: Figures) -> Iterator[str]:
         f"16 bits ({report.low_flop_share:.1%} of FLOPs)"
     )
     yield (
-        f"results take {size(sum(report.result_bytes.values()))}, "
+        f"all results together take {size(sum(report.result_bytes.values()))}, "
         f"{report.low_byte_share:.1%} of it in 16 bits; "
         f"casts read and write {size(report.cast_bytes)}"
     )
