@@ -163,6 +163,21 @@ class Readers:
             )
         )
 
+    def of_call(self, action: Structural) -> tuple[Reading, Reading]:
+        """How the results of a call are read, and how it reads its operands.
+
+        What has a derivative rule, as relu, and is read in 16 bits takes these alone:
+        of float32 beside them, both would be kept for the backward pass.
+        """
+        results, (program,) = self.reading(action.results), action.plans
+        ruled = action.kind != "jit"
+        if ruled:
+            results = results._replace(wide=results.wide - results.low)
+        inputs = self._of(program, results).inputs
+        if ruled:
+            inputs = inputs._replace(wide=inputs.wide - inputs.low)
+        return results, inputs
+
     def names(self, number: int) -> list[str]:
         """What reads a value in float32, as far as is known, in program order."""
         return [*reversed(self.wide.get(number, {}))]
@@ -227,15 +242,16 @@ class Readers:
         names = _names(action)
         if isinstance(action, Structural) and action.is_call:
             (program,) = action.plans
-            inner = self._of(program, self.reading(action.results))
+            results, inputs = self.of_call(action)
+            known = self._of(program, results).wide
             numbers = [value.number for value in action.operands]
-            for place in inner.inputs.wide:
-                inside = inner.wide[program.inputs[place].number]
+            for place in inputs.wide:
+                inside = known[program.inputs[place].number]
                 self._widen([numbers[place]], inside)
                 names = () if inside else names
-            wide = {numbers[place] for place in inner.inputs.wide}
-            self.low |= {numbers[place] for place in inner.inputs.low}
-            self.inside |= {numbers[place] for place in inner.inputs.inside}
+            wide = {numbers[place] for place in inputs.wide}
+            self.low |= {numbers[place] for place in inputs.low}
+            self.inside |= {numbers[place] for place in inputs.inside}
             # What nobody reads inside is handed in as it is.
             self.low |= lows - wide
         else:

@@ -353,9 +353,8 @@ class _Writer:
             self._keep(self._with_plans(action, plans))
             return
         (inner,) = action.plans
-        results = self._readers.reading(action.results)
-        places = self._variants.readers(inner, results).inputs.wide
-        wide = frozenset(p for p in places if self._at_hand(action.operands[p]))
+        results, inputs = self._readers.of_call(action)
+        wide = frozenset(p for p in inputs.wide if self._at_hand(action.operands[p]))
         rounded = self._probabilities.places(action.operands)
         plan, given, made_rounded = self._variants.variant(
             inner, results, wide, rounded
