@@ -69,6 +69,8 @@ KEEPING_ELEMENTS = (MOVEMENT - {"optimization_barrier"}) | _names(
 )
 # The elements of their result are those of their operands.
 ARRANGING = MOVING | _names("concatenate")
+# Their results are probabilities: of one near 1, rounding leaves nothing of the rest.
+PROBABILITIES = _names("logistic")
 # A probability stays one, if the others are constants or are put beside it.
 KEEPING_PROBABILITY = ARRANGING | _names(
     "add clamp gather max min mul neg pad select_n stop_gradient sub"

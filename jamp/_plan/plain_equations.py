@@ -284,7 +284,7 @@ def _result_traits(equation: Equation, used: Sequence[Any]) -> Traits:
         free = free_dims(eqn, operands, caster.plan.inputs, layer=layer)
         return Traits(free=free, data=True)
     unsafe = caster.options.policy.unsafe
-    if name == "logistic" or any(name in u.of for u in unsafe):
+    if name in _primitives.PROBABILITIES or any(name in u.of for u in unsafe):
         return Traits(data=data, probability=True)
     if name in _primitives.MOVEMENT and floats:
         source = floats[0].traits
