@@ -65,7 +65,8 @@ ARGUMENTS = {
     "no dtype of results": (
         {"output_dtype": "flot32"},
         jamp.AutocastTypeError,
-        r"got 'flot32'; did you mean 'float32'\?",
+        r"output_dtype must be a floating dtype, got 'flot32'; "
+        r"did you mean 'float32'\?",
     ),
     "dtype of keys": (
         {"dtype": jax.dtypes.prng_key},

@@ -147,7 +147,6 @@ class Readers:
         # What is split, as it is or moved.
         self._parted: set[int] = set()
         self._counts: Counter[int] = Counter()
-        # Without what nobody reads.
         self.plan = _live(plan)
         for action in reversed(self.plan.actions):
             self._add(action)

@@ -61,7 +61,7 @@ def _bound(tree: Any) -> Any:
 def prepare(fn: Callable[..., Any], args: Any, kwargs: Any) -> Prepared:
     """Takes the state out of the modules of a call, if there are any."""
     fn, args, kwargs = unwrap(fn, args, kwargs)
-    _refuse_collecting(fn, args)
+    _refuse_linen(fn, args)
     as_it_is = Prepared(fn, args, kwargs, lambda result: result)
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
@@ -100,8 +100,8 @@ def prepare(fn: Callable[..., Any], args: Any, kwargs: Any) -> Prepared:
     return Prepared(call, packed, {}, finish, where)
 
 
-def _refuse_collecting(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Raises for a module of flax.linen: bound, its variables would leak tracers."""
+def _refuse_linen(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Raises for a module of flax.linen: without parameters, or with some that leak."""
     linen = sys.modules.get("flax.linen")
     if linen is None:
         return

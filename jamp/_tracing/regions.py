@@ -6,7 +6,7 @@ transformation.
 """
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -96,7 +96,7 @@ class Arguments:
         """The dtype to compute in; None is the policy's own."""
         if self.dtype is None:
             return None
-        found = _dtype("dtype", self.dtype, _dtypes.LOW_NAMES)
+        found = _dtype("dtype", self.dtype, _dtypes.LOW_NAMES, _LOW)
         if found in _dtypes.LOW_DTYPES:
             return found
         if found == _dtypes.FLOAT32 and not self.enabled:
@@ -156,29 +156,26 @@ def _shown(option: Any) -> str:
     return str(getattr(option, "name", option))
 
 
+# Names of dtypes that NumPy does not know.
 _SHORT = {"half": "float16", "fp16": "float16", "bf16": "bfloat16"}
-_FLOATING = "a floating dtype"
-# What may be meant by a name that is none, where something is asked for.
-_NAMED = {
-    _FLOATING: ("float16", "bfloat16", "float32", "float64"),
-    _dtypes.LOW_NAMES: ("float16", "bfloat16"),
-}
+_LOW = tuple(dtype.name for dtype in _dtypes.LOW_DTYPES)
 
 
 def check_floating(name: str, dtype: Any) -> DType:
     """The dtype that an argument names, which has to be floating."""
-    found = _dtype(name, dtype, _FLOATING)
+    known = (*_LOW, "float32", "float64")
+    found = _dtype(name, dtype, "a floating dtype", known)
     if not jax.dtypes.issubdtype(found, np.floating):
         raise AutocastTypeError(f"{name} must be a floating dtype, got {found}")
     return found
 
 
-def _dtype(name: str, value: Any, wanted: str) -> DType:
+def _dtype(name: str, value: Any, wanted: str, known: Sequence[str]) -> DType:
     try:
         found: DType = jax.dtypes.canonicalize_dtype(value)
     except (TypeError, ValueError):
         named = str(value).removeprefix("torch.")
-        hint = did_you_mean(_SHORT.get(named, named), _NAMED[wanted])
+        hint = did_you_mean(_SHORT.get(named, named), known)
         raise AutocastTypeError(
             f"{name} must be {wanted}, got {value!r}{hint}"
         ) from None
