@@ -57,6 +57,11 @@ def scoped(f, c):
         return f(c)
 
 
+def layer(f, c):
+    """Listed among those that take 16 bits."""
+    return f(c)
+
+
 def as_written(f, c):
     with jamp.autocast(enabled=False):
         return f(c)
@@ -82,6 +87,7 @@ CALLS = {
     "checkpoint": lambda f, c: jax.checkpoint(f)(c),
     "checkpoint_dots": lambda f, c: jax.checkpoint(f, policy=DOTS)(c),
     "named_scope": scoped,
+    "layer": layer,
     "grad": lambda f, c: jnp.tanh(jax.grad(lambda c: jnp.sum(f(c)))(c)),
 }
 # Over the rows of a matrix.
@@ -99,6 +105,15 @@ CUSTOM = {"custom_vjp": custom_vjp, "custom_jvp": custom_jvp}
 # Without autocast around them these are nothing.
 REGIONS = {"region": as_written, "bfloat16": in_bfloat16, "autocast": jamp.autocast}
 FORMS = LOOPS | CALLS | MAPS | BRANCHES | CUSTOM | REGIONS
+
+
+@functools.cache
+def policy(device):
+    return jamp.Policy.load(device).with_rules(lower=[layer])
+
+
+def autocast(fn, device):
+    return jamp.autocast(fn, device_type=device, policy=policy(device))
 
 
 class Bound(NamedTuple):
@@ -184,7 +199,7 @@ class Form:
         if self.name in REGIONS and device is None:
             return functions[0](c)
         if self.name == "autocast":
-            return jamp.autocast(functions[0], device_type=device)(c)
+            return autocast(functions[0], device)(c)
         form = FORMS[self.name]
         if self.name in CUSTOM:
             return form(bodies[0], c, env)
@@ -211,6 +226,9 @@ class Form:
             branches = self._bodies(env, result, unit)
             result = Bound(*map(max, zip(*branches, strict=True)))
             result = result._replace(error=result.error + 2 * unit)
+        if self.name == "layer":
+            # Its operand is rounded, and so are the gradients that it adds up of it.
+            return result._replace(turn=result.turn + 4 * unit * result.slope)
         return result
 
     def _function(self, body, device):

@@ -15,7 +15,17 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jaxprs import dtypes, is_float, matmul_dtypes, text, traced
 from random_operations import EXTRAS, OPERATIONS, SHAPES, UNIT
 from random_operations import arguments as drawn
-from random_programs import BRANCHES, FORMS, MAPS, Call, Form, Leaf, Program, programs
+from random_programs import (
+    BRANCHES,
+    FORMS,
+    MAPS,
+    Call,
+    Form,
+    Leaf,
+    Program,
+    autocast,
+    programs,
+)
 from test_laws import split_floats, summed
 
 import jamp
@@ -33,7 +43,7 @@ each_device = pytest.mark.parametrize("device", DEVICES)
 
 def rewritten(program, device):
     """A program under autocast."""
-    return jamp.autocast(functools.partial(program, device=device), device_type=device)
+    return autocast(functools.partial(program, device=device), device)
 
 
 def assert_near(actual, expected, bounds):
@@ -101,7 +111,7 @@ def check_types(program):
         types = jax.eval_shape(fn, ENV)
         inner = jax.jit(functools.partial(program, device=device))
         assert jax.eval_shape(jax.jit(fn), ENV) == types
-        assert jax.eval_shape(jamp.autocast(inner, device_type=device), ENV) == types
+        assert jax.eval_shape(autocast(inner, device), ENV) == types
         batched = jax.eval_shape(jax.vmap(fn, in_axes=axes), batch)
         assert dtypes(batched) == dtypes(types)
         assert jax.tree.map(lambda leaf: leaf.shape[1:], batched) == jax.tree.map(
@@ -146,7 +156,7 @@ def check_regions(program):
         disabled = jamp.autocast(program, device_type=device, enabled=False)
         assert text(disabled, ENV) == text(program, ENV)
         region = functools.partial(FORMS["region"], program)
-        whole = jamp.autocast(region, device_type=device)
+        whole = autocast(region, device)
         assert_matmuls_lowered(whole, program, 0)
         jax.tree.map(np.testing.assert_array_equal, evaluated(whole, ENV), expected)
         # The backward pass of the matmul outside the region consists of two more.

@@ -400,6 +400,20 @@ def test_a_cast_of_the_users_is_a_rounding(device):
     np.testing.assert_allclose(found, fn(x, coarse), rtol=1e-6)
 
 
+def layer(x):
+    return jnp.sum(x, 0), x @ EYE
+
+
+def test_a_function_that_takes_16_bits_is_handed_them_for_all_its_readers():
+    x = activations(1, 0, jnp.float16)
+    policy = jamp.Policy.load("gpu").with_rules(lower=[layer])
+    fn = jamp.autocast(lambda x: layer(jax.nn.softmax(x @ EYE)), policy=policy)
+    (sums, products), exact = fn(x), jax.nn.softmax(x).astype(jnp.float16)
+    np.testing.assert_array_equal(products, exact)
+    rounded = exact.astype(jnp.float32).sum(0).astype(jnp.float16)
+    np.testing.assert_array_equal(sums, rounded)
+
+
 def test_what_readers_in_16_bits_have_stays_in_16_bits():
     def fn(x, w):
         hidden = x @ w

@@ -81,6 +81,64 @@ class Group:
         )
 
 
+class Groups:
+    """The groups of a plan, by the values with which others may join them."""
+
+    def __init__(self) -> None:
+        # By the numbers of what they make, of the 16 bits that they round it to, and of
+        # those that they take.
+        self._making: dict[int, Group] = {}
+        self._rounding: dict[int, Group] = {}
+        self._taking: dict[int, Group] = {}
+
+    def grows(self, number: int) -> bool:
+        """Whether the group that makes a value may grow by what reads it."""
+        group = self._making.get(number)
+        return group is not None and group.grows and group.low
+
+    def read(self, numbers: Iterable[int]) -> None:
+        """What makes a value that is read elsewhere does not grow any more."""
+        for number in numbers:
+            for groups in (self._making, self._rounding):
+                if number in groups:
+                    groups[number].grows = False
+
+    def joined(
+        self, group: Group, numbers: Sequence[int], shares: bool
+    ) -> Iterator[Group]:
+        """The groups that one joins, which reads what they make, or shares what enters.
+
+        What reads a rounding can't join the group that makes it.
+        """
+        for number in numbers:
+            if number in self._rounding:
+                self._rounding[number].grows = False
+        for known in (self._making, self._taking)[: 1 + shares]:
+            for found in (known[number] for number in numbers if number in known):
+                if found.may_join(group):
+                    found.grows = False
+                    yield found
+
+    def add(self, group: Group, numbers: Iterable[int]) -> None:
+        """Adds a group that reads some values, after it joined others."""
+        self.read(numbers)
+        self._making.update(dict.fromkeys(group.made, group))
+        rounded = [cast.results[0].number for cast in group.narrowed.values()]
+        self._rounding.update(dict.fromkeys(rounded, group))
+        lows = [number for number, (_, value) in group.inputs.items() if value.low]
+        self._taking.update(dict.fromkeys(lows, group))
+
+    def round(self, value: Value, cast: Cast) -> bool:
+        """Has a group that makes a value round it too, if there is one."""
+        group = self._making.get(value.number)
+        if group is None or value.number in group.narrowed:
+            return False
+        # Its gradient enters the call in 16 bits.
+        group.narrowed[value.number] = cast
+        self._rounding[cast.results[0].number] = group
+        return True
+
+
 def with_shared_casts(actions: Sequence[Action]) -> Iterator[Action]:
     """Actions, where those that widen the same 16 bits share the gradient of one cast.
 

@@ -22,7 +22,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from jamp._dtypes import FLOAT32
 from jamp._plan.elements import Elements
-from jamp._plan.groups import Bound, Group, with_shared_casts
+from jamp._plan.groups import Bound, Group, Groups, with_shared_casts
 from jamp._plan.listed_calls import is_cheap
 from jamp._plan.plan import Action, Bind, Cast, Caster, Float32Call, Plan, Structural
 from jamp._plan.probabilities import Probabilities
@@ -94,9 +94,7 @@ class _Writer:
         self._moved: set[int] = set()
         self._elements = Elements(self._readers.kind, self._at_hand)
         self._probabilities = Probabilities(self._at_hand)
-        # Groups by the numbers of what they make, and of the 16 bits that they take.
-        self._making: dict[int, Group] = {}
-        self._taking: dict[int, Group] = {}
+        self._groups = Groups()
         self._records = Rewritten(plan.records, self._wide, self._readers.names)
 
     def variant(self, wide: frozenset[int], rounded: frozenset[int]) -> Variant:
@@ -229,8 +227,7 @@ class _Writer:
         return entering.number in self._moved or not entering.eligible
 
     def _grows(self, value: Value) -> bool:
-        group = self._making.get(self._wide.get(value.number, value).number)
-        return group is not None and group.grows and group.low
+        return self._groups.grows(self._wide.get(value.number, value).number)
 
     def _entering(self, value: Value) -> Value:
         """What a value is, or is a cast of, before any cast for its reader."""
@@ -260,8 +257,7 @@ class _Writer:
                 if value.number in self._readers.low:
                     group.narrowed[wide.number] = Cast((wide,), (value,), action.caster)
             made.append((var, wide))
-        sharing = (self._making, self._taking) if found.low else (self._making,)
-        self._add(group, eqns, read, made, sharing)
+        self._add(group, eqns, read, made, shares=found.low)
         if found.low or found.compares or isinstance(action, Structural):
             self._records.move(action)
 
@@ -296,8 +292,7 @@ class _Writer:
         else:
             read = [(var, self._make(value)) for var, value in read]
         made = list(zip(action.outvars, action.results, strict=True))
-        sharing = (self._making,) if cheap else ()
-        self._add(Group(action.caster, grows=cheap), eqns, read, made, sharing)
+        self._add(Group(action.caster, grows=cheap), eqns, read, made, joins=cheap)
 
     def _add(
         self,
@@ -305,28 +300,18 @@ class _Writer:
         eqns: Sequence[JaxprEqn],
         read: Bound,
         made: Bound,
-        others: Iterable[dict[int, Group]],
+        *,
+        joins: bool = True,
+        shares: bool = False,
     ) -> None:
-        """Adds equations to a group, after others, found by values that it reads."""
+        """Adds a group of equations, in place of those that it joins."""
         numbers = [value.number for _, value in read]
-        self._read(n for n in numbers if n in self._readers.inside)
-        for found in (known[n] for known in others for n in numbers if n in known):
-            if found in self._items and found.may_join(group):
-                del self._items[found]
-                group.absorb(found)
-        self._read(numbers)
-        self._items[group] = None
+        for found in self._groups.joined(group, numbers, shares) if joins else ():
+            del self._items[found]
+            group.absorb(found)
         group.add(eqns, read, made)
-        narrowed = [cast.results[0].number for cast in group.narrowed.values()]
-        self._making.update(dict.fromkeys([*group.made, *narrowed], group))
-        lows = [n for n, (_, value) in group.inputs.items() if value.low]
-        self._taking.update(dict.fromkeys(lows, group))
-
-    def _read(self, numbers: Iterable[int]) -> None:
-        """What makes a value that is read elsewhere does not grow any more."""
-        for number in numbers:
-            if number in self._making:
-                self._making[number].grows = False
+        self._groups.add(group, numbers)
+        self._items[group] = None
 
     def _cast(self, action: Cast) -> None:
         (value,), (result,) = action.operands, action.results
@@ -338,13 +323,7 @@ class _Writer:
             self._cast_of[result.number] = value
         elif action.rounds and value.number not in self._moved:
             self._wide[result.number] = value
-        group = self._making.get(value.number)
-        made = group.made if group is not None and result.low else {}
-        if group and value.number in made and value.number not in group.narrowed:
-            # Its gradient enters the call in 16 bits.
-            group.narrowed[value.number] = action
-            self._making[result.number] = group
-        else:
+        if not (result.low and self._groups.round(value, action)):
             self._prepare(action)
 
     def _structural(self, action: Structural) -> None:
@@ -379,7 +358,7 @@ class _Writer:
     def _keep(self, action: Action) -> None:
         """Writes an action as it is, with what is now read in place of its operands."""
         operands = list(map(self._make, action.operands))
-        self._read(value.number for value in operands)
+        self._groups.read(value.number for value in operands)
         if operands != list(action.operands):
             action = replace(action, operands=operands)
         self._items[action] = None
