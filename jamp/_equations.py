@@ -50,11 +50,7 @@ def replaced(
         return program
 
     def inside(value: Any) -> Any:
-        # Programs among other things are static data of another library, which may
-        # hold them elsewhere too and compare them: Equinox does, as it calls what it
-        # has converted.
-        held = jax.tree.leaves(value) if isinstance(value, tuple) else [value]
-        if not held or not all(isinstance(leaf, Jaxpr | ClosedJaxpr) for leaf in held):
+        if not _programs_of(value):
             return value
         return jax.tree.map(lambda inner: replaced(inner, wanted, change, known), value)
 
@@ -69,6 +65,18 @@ def replaced(
             parts = {"jaxpr": replaced(program.jaxpr, wanted, change, known)}
         known[id(program)] = program.replace(**parts)
     return known[id(program)]
+
+
+def _programs_of(value: Any) -> list[Any]:
+    """The programs of which a parameter consists.
+
+    Programs among other things are static data of another library, which may hold them
+    elsewhere too, compare them, and run them with other constants: Equinox does, as it
+    calls what it has converted.
+    """
+    held = jax.tree.leaves(value) if isinstance(value, tuple) else [value]
+    known = all(isinstance(leaf, Jaxpr | ClosedJaxpr) for leaf in held)
+    return held if known else []
 
 
 def number_of(scalar: Any) -> Hashable:
@@ -152,9 +160,8 @@ def constants(program: Any) -> Iterator[Any]:
     yield from program.consts
     for eqn in equations(program):
         for value in eqn.params.values():
-            for held in value if isinstance(value, tuple) else (value,):
-                if isinstance(held, ClosedJaxpr):
-                    yield from held.consts
+            for held in _programs_of(value):
+                yield from closed(held).consts
 
 
 def holds_program(eqn: JaxprEqn) -> bool:

@@ -9,6 +9,7 @@ import pytest
 from flax.linen import fp8_ops
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental.ode import odeint
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jaxprs import operand_dtypes, traced
 from tables import check_each
 
@@ -172,6 +173,36 @@ def test_a_rule_that_closes_over_an_argument_is_named_with_the_way_out(transform
         transform(jax.grad(jamp.autocast(closing_over_an_argument)))(X, X)
     inside = transform(jamp.autocast(jax.grad(closing_over_an_argument)))(X, X)
     np.testing.assert_allclose(inside, gradient, rtol=2e-2)
+
+
+# As other libraries do, it keeps a program among other data, and runs it with constants
+# that it takes as operands: those of the program itself are of no account.
+held_program = Primitive("held_program")
+held_program.def_abstract_eval(lambda x, *_, static: x)
+
+
+@held_program.def_impl
+def run_held(x, *constants, static):
+    _, program = static
+    return jaxpr_as_fun(program.replace(consts=constants))(x)[0]
+
+
+def holding_a_program(x, w):
+    product = jax.custom_jvp(lambda x, w: x @ w)
+
+    @product.defjvp
+    def rule(primals, tangents):
+        held = "product", jax.make_jaxpr(lambda x: x @ w)(x)
+        tangent = held_program.bind(tangents[0], primals[1], static=held)
+        return product(*primals), tangent
+
+    return product(x, w)
+
+
+def test_a_program_in_the_data_of_another_library_may_close_over_a_value():
+    along = lambda fn: jax.jvp(lambda x: fn(x, X), (X,), (X,))[1]  # noqa: E731
+    found = along(jamp.autocast(holding_a_program, device_type="gpu"))
+    np.testing.assert_allclose(found, along(holding_a_program), rtol=2e-3)
 
 
 @pytest.mark.parametrize("transform", [lambda fn: fn, jax.jit, jax.vmap])
