@@ -10,7 +10,7 @@ from flax.linen import fp8_ops
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental.ode import odeint
 from jax.extend.core import Primitive, jaxpr_as_fun
-from jaxprs import operand_dtypes, traced
+from jaxprs import dtypes, operand_dtypes, traced
 from tables import check_each
 
 import jamp
@@ -544,3 +544,26 @@ def test_float64_has_its_gradients_through_rules(function, dtypes):
         for of_plain, of_cast in zip(plain, cast, strict=True):
             assert of_cast.dtype == of_plain.dtype
             np.testing.assert_allclose(of_cast, of_plain, rtol=0.01)
+
+
+scaled = jax.custom_vjp(lambda x, scale: x * scale)
+scaled.defvjp(
+    lambda x, scale: (x * scale, (x, scale)),
+    # JAX takes a gradient in float64 of a float32 operand as it is.
+    lambda taken, ct: (ct * taken[1], jnp.sum(ct * taken[0])),
+)
+
+
+def test_a_float64_gradient_of_an_operand_in_float32_is_cast_to_its_dtype():
+    with jax.enable_x64(True):
+        x, w = (np.eye(2, dtype=np.float32) + k for k in range(2))
+
+        def loss(x, w, scale):
+            product = x @ w
+            return jnp.sum(scaled(product, scale)) + jnp.sum(product)
+
+        given = x, w, np.float64(3.0)
+        found = jax.grad(jamp.autocast(loss), (0, 1, 2))(*given)
+        assert dtypes(found) == ("float32", "float32", "float64")
+        wanted = jax.grad(lambda x, w, s: jnp.sum(x @ w) * (s + 1), (0, 1, 2))(*given)
+        jax.tree.map(np.testing.assert_array_equal, found, wanted)

@@ -196,7 +196,7 @@ class _Rule(NamedTuple):
         made = emitter.run(plan, arrays)
         return tuple(
             convert(array, dtype)
-            if value.eligible and _dtypes.eligible(dtype)
+            if (value.eligible or value.dtype == np.float64) and _dtypes.eligible(dtype)
             else array
             for array, value, dtype in zip_longest(made, plan.results, self.dtypes)
         )
