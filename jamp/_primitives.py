@@ -37,7 +37,7 @@ ADDING = _names(
     "psum psum_invariant reduce_scatter scatter-add scatter-mul scatter-sub"
 )
 # A loop adds up in them, if it goes round with what they take.
-CARRYING = ADDING | _names("add add_any select_n sub")
+CARRYING = ADDING | _names("add add_any cumsum reduce_sum sub")
 # Their gradient adds up.
 REPEATING = ENLARGING | _names("dynamic_slice gather pbroadcast pvary")
 # The gradients of elements in several of their windows add up.
@@ -66,6 +66,11 @@ VIEWS = _names("broadcast_in_dim reshape squeeze transpose")
 # The elements of their result are among those of their first operand.
 KEEPING_ELEMENTS = (MOVEMENT - {"optimization_barrier"}) | _names(
     "dynamic_slice split stop_gradient tile unstack"
+)
+# What they make of a loop's sum is its elements still, or the largest of them.
+HANDING_ON = (KEEPING_ELEMENTS - _names("convert_element_type name")) | _names(
+    "clamp concatenate cummax cummin dynamic_update_slice gather max min neg pad",
+    "reduce_max reduce_min select_n stack",
 )
 # The elements of their result are those of their operands.
 ARRANGING = MOVING | _names("concatenate")

@@ -358,6 +358,39 @@ def test_what_a_loop_adds_up_is_rounded_once(name, device):
     assert_rounded_once(found, np.float64(x).sum(), low)
 
 
+def soft_minimum(c, x):
+    return -2 * jax.nn.logsumexp(-jnp.stack([c, jnp.roll(c, 1)]) / 2, axis=0) + x[0]
+
+
+RECURRENCES = {
+    "max": lambda c, x: jnp.max(c[:, None] + x, 0),
+    "logsumexp": lambda c, x: jax.nn.logsumexp(c[:, None] + x, axis=0),
+    "logaddexp": lambda c, x: jnp.logaddexp(c[::-1], x[0]),
+    "soft_minimum": soft_minimum,
+    "sum": lambda c, x: jnp.sum(jnp.stack([c, *x]), 0),
+    "clip": lambda c, x: jnp.clip(c + x[0], 0, 50),
+    "branch": lambda c, x: lax.cond(x[0, 0] > 1, lambda: c[::-1], lambda: c + x[0]),
+}
+
+
+@each_device
+@pytest.mark.parametrize("name", RECURRENCES)
+def test_a_recurrence_over_sums_is_rounded_once(name, device):
+    low, step = LOW[device], RECURRENCES[name]
+    x = values(low, (500, 4, 4), 1.0)
+
+    def fn(x):
+        h = x @ jnp.eye(4)
+        return lax.scan(lambda c, x: (step(c, x), None), h[0, 0], h[1:])[0]
+
+    def gradient(fn):
+        return jax.jit(jax.grad(lambda x: jnp.sum(fn(x).astype(jnp.float32))))(x)
+
+    cast = jamp.autocast(fn, device_type=device)
+    assert_rounded_once(jax.jit(cast)(x), fn(x), low)
+    assert np.abs(gradient(cast) - gradient(fn)).max() <= float(jnp.finfo(low).eps)
+
+
 @each_device
 def test_readers_of_a_loops_sum_see_16_bits(device):
     def fn(h):
@@ -371,10 +404,19 @@ def test_readers_of_a_loops_sum_see_16_bits(device):
     assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype(LOW[device])}
 
 
+STATES = {
+    "hidden_state": lambda c, row, w: jnp.tanh(c @ w + row @ w),
+    "masked": lambda c, row, w: jnp.where(row > 0, jnp.tanh(row @ w), c),
+    "largest_yet": lambda c, row, w: jnp.maximum(c, row @ w),
+    "shifted": lambda c, row, w: jnp.concatenate([c[1:], (row @ w)[:1]]),
+}
+
+
 @each_device
-def test_a_hidden_state_that_is_no_sum_stays_in_16_bits(device):
+@pytest.mark.parametrize("name", STATES)
+def test_a_state_to_which_nothing_is_added_stays_in_16_bits(name, device):
     def fn(h, w):
-        return lax.scan(lambda c, row: (jnp.tanh(c @ w + row @ w), c), h[0] @ w, h)
+        return lax.scan(lambda c, row: (STATES[name](c, row, w), c), h[0] @ w, h)
 
     program = traced(jamp.autocast(fn, device_type=device), *[jnp.ones((4, 4))] * 2)
     (loop,) = [eqn for eqn in equations(program) if eqn.primitive.name == "scan"]

@@ -191,7 +191,9 @@ class _Rule(NamedTuple):
     def _plan_and_run(
         self, emitter: Emitter, key: Callable[[], Hashable], *arrays: Any
     ) -> tuple[Any, ...]:
-        make = partial(plan_program, self.program, self.inputs, self.context)
+        make = partial(
+            plan_program, self.program, self.inputs, self.context, self.dtypes
+        )
         plan = emitter.rules.once(key() if emitter.share else None, make)
         made = emitter.run(plan, arrays)
         return tuple(

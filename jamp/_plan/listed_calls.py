@@ -13,6 +13,7 @@ from jamp._equations import nested, read_by
 from jamp._plan.plain_equations import explicit_precision
 from jamp._plan.plan import Caster, Context, Environment, Float32Call
 from jamp._plan.records import Origin, Record, Returned, Ruling, with_inner
+from jamp._plan.sums import carried_through
 from jamp._plan.values import Traits, Value
 from jamp._policy.functions import Function
 from jamp._policy.rules import Rule
@@ -230,6 +231,7 @@ def _cast_results(call: ListedCall, record: Record) -> None:
     """Brings what leaves a call to the dtype that its rule promises."""
     unsafe = call.options.policy.unsafe
     probability = any(call.function.name in found.of for found in unsafe)
+    carried = carried_through(call.eqns, call.entered)
     for var, eqn in call.outvars.items():
         value = call.env.read(var)
         if not value.eligible or value.follows:
@@ -238,6 +240,9 @@ def _cast_results(call: ListedCall, record: Record) -> None:
         # A dtype that the user named is not a rule's.
         rounds = _dtypes.dtype_of(var) == FLOAT32
         settled = call.caster(record, eqn).cast(value, dtype, rounds=rounds)
+        known = carried.get(var)
+        if known and (value.dtype, dtype) == (FLOAT32, known.dtype):
+            settled = value.seen(settled, added=known.added)
         if probability:
             settled = settled.knowing(probability=True, rounded=None)
         call.env.bind([var], [settled])

@@ -1,7 +1,5 @@
 """Equations without inner programs: choose dtypes, cast the operands, bind, round."""
 
-import math
-import operator
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -19,6 +17,7 @@ from jamp._lowerings.hook import has_own_primitive, has_own_product
 from jamp._plan.biases import free_dims, moved, product_and_bias
 from jamp._plan.plan import Bind, Broadcast, Equation
 from jamp._plan.records import Origin, Ruling
+from jamp._plan.sums import adds_up, carried_sum, reduces_fully
 from jamp._plan.values import (
     BOOLEAN,
     Traits,
@@ -49,11 +48,11 @@ def choose(rule: Rule, eqn: JaxprEqn, operands: Values, low: DType) -> Dtypes:
             tuple([_dtypes.dtype_of(v) if x.eligible else None for v, x in pairs])
         )
     floating = _each(operands, FLOAT32)
-    if rule in (Rule.PROMOTE, Rule.INTERNAL_FLOAT32) and _reduces_fully(eqn, operands):
+    if rule in (Rule.PROMOTE, Rule.INTERNAL_FLOAT32) and reduces_fully(eqn, operands):
         return Dtypes(floating)
     if rule is Rule.PROMOTE:
         found = _promote(eqn, operands)
-        if not _adds_up(eqn, operands):
+        if not adds_up(eqn, operands):
             return found
         # In float32, so that what is added up is rounded once.
         used = [dtype for dtype in found.operands if dtype is not None]
@@ -71,43 +70,6 @@ def choose(rule: Rule, eqn: JaxprEqn, operands: Values, low: DType) -> Dtypes:
 def _each(operands: Values, dtype: DType) -> tuple[DType | None, ...]:
     """A dtype for each operand that may be cast."""
     return tuple([dtype if value.eligible else None for value in operands])
-
-
-def _reduces_fully(eqn: JaxprEqn, operands: Values) -> bool:
-    """Whether an equation makes a scalar, which promotes nothing, of an array."""
-    return (
-        eqn.primitive.name in _primitives.REDUCTIONS
-        and not _dtypes.shape_of(eqn.outvars[0])
-        and _dtypes.eligible(_dtypes.dtype_of(eqn.outvars[0]))
-        and operands[0].ndim > 0
-        and not operands[0].follows
-    )
-
-
-def _adds_up(eqn: JaxprEqn, operands: Values) -> bool:
-    """Whether an equation, or its gradient, adds up values of the program."""
-    name = eqn.primitive.name
-    if _carried_sum(eqn, operands):
-        return True
-    if name in _primitives.POOLS:
-        sizes, strides = eqn.params["window_dimensions"], eqn.params["window_strides"]
-        return operands[0].eligible and any(map(operator.gt, sizes, strides))
-    if name not in _primitives.REPEATING:
-        return name in _primitives.ADDING and any(v.eligible for v in operands)
-    size = math.prod(_dtypes.shape_of(eqn.outvars[0]))
-    enlarges = name not in _primitives.ENLARGING or operands[0].aval.size != size
-    return enlarges and operands[0].eligible and not operands[0].follows
-
-
-def _carried_sum(eqn: JaxprEqn, operands: Values) -> DType | None:
-    """The dtype that readers see of a loop's sum to which an equation adds, if any."""
-    name = eqn.primitive.name
-    # A factor that is no number would have the float32 saved for its gradient.
-    factors = {"mul": operands, "div": operands[1:]}.get(name, ())
-    scales = any(value.follows or value.rank == 0 for value in factors)
-    if name not in _primitives.CARRYING and not scales:
-        return None
-    return next(filter(None, (value.traits.sums for value in operands)), None)
 
 
 def _activation(operands: Values) -> DType | None:
@@ -185,7 +147,9 @@ def cast_and_bind(equation: Equation, dtypes: Dtypes) -> list[Value]:
     caster.record.operands = used
     traced = tuple(map(_dtypes.dtype_of, eqn.invars))
     table = _is_table(eqn, operands, caster.options.policy)
-    traits = _result_traits(equation, used)._replace(table=table, sums=None)
+    traits = _result_traits(equation, used)._replace(
+        table=table, sums=None, added=False
+    )
     made = zip(eqn.outvars, result_dtypes(eqn, used, traced), strict=True)
     results = [Value.of(var.aval, dtype, traits) for var, dtype in made]
     numbers = {value.number for value in cast if value.eligible}
@@ -203,9 +167,10 @@ def cast_and_bind(equation: Equation, dtypes: Dtypes) -> list[Value]:
         caster.cast(value, dtype, rounds=True) if dtype and value.eligible else value
         for value, dtype in zip(results, targets, strict=True)
     ]
-    carried = _carried_sum(eqn, operands) if dtypes.results else None
-    if carried and carried in dtypes.results:
-        return [a.seen(b) for a, b in zip(results, seen, strict=True)]
+    carried = carried_sum(eqn, operands) if dtypes.results else None
+    if carried and carried.dtype in dtypes.results:
+        pairs = zip(results, seen, strict=True)
+        return [wide.seen(narrow, added=carried.added) for wide, narrow in pairs]
     return seen
 
 

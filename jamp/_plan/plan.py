@@ -289,7 +289,8 @@ class Equation(NamedTuple):
         low = value.traits.sums
         if low is None or not value.is_kept:
             return value
-        return value.seen(self.caster.cast(value, low, rounds=True))
+        narrow = self.caster.cast(value, low, rounds=True)
+        return value.seen(narrow, added=value.traits.added)
 
     def _results(self, dtypes: Iterable[Any], traits: Sequence[Traits]) -> list[Value]:
         known = traits or (Traits(data=True),) * len(self.eqn.outvars)

@@ -7,13 +7,14 @@ functions to `jamp._plan.listed_calls`.
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import JaxprEqn
 
 from jamp._compat import is_plain_array
-from jamp._dtypes import eligible, exceeds_16_bits
+from jamp._dtypes import FLOAT32, eligible, exceeds_16_bits
 from jamp._errors import BannedOpError, JampWarning
 from jamp._plan.listed_calls import ListedCall, plan_listed_call
 from jamp._plan.plain_equations import (
@@ -71,8 +72,16 @@ def inputs_like(program: Any, arrays: Sequence[Any], options: Options) -> list[V
     ]
 
 
-def plan_program(program: Any, inputs: Values, context: Context) -> Plan:
-    return spare_roundings(_Planner().plan(program, inputs, context))
+def plan_program(
+    program: Any, inputs: Values, context: Context, dtypes: Iterable[Any] = ()
+) -> Plan:
+    """The plan of a program, whose first results are asked for in some dtypes."""
+    plan = _Planner().plan(program, inputs, context)
+    plan.results = [
+        value.kept if dtype == FLOAT32 else value
+        for value, dtype in zip_longest(plan.results, dtypes)
+    ]
+    return spare_roundings(plan)
 
 
 class _Entry(NamedTuple):
@@ -270,7 +279,7 @@ def _seen(value: Value, plan: Plan) -> Value:
     plan.changed = True
     narrow = Value.of(value.aval, value.traits.sums, value.traits)
     plan.actions.append(Cast((value,), (narrow,), None, rounds=True))
-    return value.seen(narrow)
+    return value.seen(narrow, added=value.traits.added)
 
 
 def user_ruling(scope: Scope) -> Ruling | None:

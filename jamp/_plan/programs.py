@@ -5,7 +5,7 @@ is traced, planned and run by `jamp._emit.custom_functions` when it is different
 batched: not before, because a function need not have one that works.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import accumulate
 from typing import Any
@@ -16,12 +16,13 @@ from jamp import _dtypes, _primitives
 from jamp._compat import is_plain_array, scan_counts, settings
 from jamp._dtypes import FLOAT32
 from jamp._equations import closed, constants, nested
+from jamp._plan.carries import carried_on, carry_in, handed_on, meet, settled_carry
 from jamp._plan.derivative_rules import trace_jvp, trace_rules
 from jamp._plan.listed_calls import runs_in_float32
 from jamp._plan.plain_equations import plan_as_traced, plan_plain
 from jamp._plan.plan import Cast, Equation, Float32Call, Plan, Structural
 from jamp._plan.records import Conversion, with_inner
-from jamp._plan.values import Traits, Value, Values
+from jamp._plan.values import Value, Values
 from jamp._policy.rules import Rule
 from jamp._tracing.casts import is_kept_cast, make_jaxpr
 from jamp._tracing.regions import holds_region
@@ -83,15 +84,9 @@ def plan_shard_map(equation: Equation) -> list[Value]:
 def _parts(avals: Iterable[Any], values: Values) -> list[Value]:
     """Parts of arrays, of which less is known."""
     return [
-        Value.of(aval, value.dtype, _handed_on(value, data=value.traits.data))
+        Value.of(aval, value.dtype, handed_on(value, data=value.traits.data))
         for aval, value in zip(avals, values, strict=True)
     ]
-
-
-def _handed_on(value: Value, **traits: Any) -> Traits:
-    """What is known of a value that enters a program in parts, or leaves a loop."""
-    known = value.traits
-    return Traits(probability=known.probability, rounded=known.rounded, **traits)
 
 
 @structural("all_gather", "all_gather_invariant")
@@ -120,7 +115,7 @@ def plan_scan(equation: Equation) -> list[Value]:
         inputs = [*consts, *carried, *sliced]
         return equation.inner(params["jaxpr"], inputs, hoisted=hoisted)
 
-    inner, settled, changed = _settled_carry(carry, body)
+    inner, settled, changed = settled_carry(carry, body)
     equation.note(inner)
     # Its emission has their gradients added up in float32.
     rewrites = equation.caster.record.ruling.rule is not Rule.AS_TRACED
@@ -130,8 +125,8 @@ def plan_scan(equation: Equation) -> list[Value]:
     equation.plan.changed = True
     _note_casts(equation, inner, settled)
     extras = equation.extras(consts, inner)
-    traits = [_handed_on(v, sums=v.traits.sums) for v in inner.results[:num_carry]]
-    traits += map(_handed_on, inner.results[num_carry:])
+    traits = [*map(carried_on, inner.results[:num_carry])]
+    traits += map(handed_on, inner.results[num_carry:])
     carried = map(equation.caster.cast, carry, settled)
     return equation.add(
         [inner],
@@ -152,8 +147,8 @@ def plan_while(equation: Equation) -> list[Value]:
         inputs = [*body_consts, *carried]
         return equation.inner(params["body_jaxpr"], inputs, hoisted=range(num_body))
 
-    inner, settled, changed = _settled_carry(carry, body)
-    inputs = [*cond_consts, *_carried(carry, settled)]
+    inner, settled, changed = settled_carry(carry, body)
+    inputs = [*cond_consts, *carry_in(carry, settled)]
     test = equation.inner(params["cond_jaxpr"], inputs)
     equation.note(test, inner)
     if not (inner.changed or test.changed or changed):
@@ -165,7 +160,7 @@ def plan_while(equation: Equation) -> list[Value]:
         [test, inner],
         settled,
         [*cond_consts, *body_consts, *carried, *extras],
-        [_handed_on(value, sums=value.traits.sums) for value in inner.results],
+        [*map(carried_on, inner.results)],
     )
 
 
@@ -181,19 +176,17 @@ def plan_cond(equation: Equation) -> list[Value]:
     if not any(branch.changed for branch in branches):
         return equation.as_traced()
     dtypes = [
-        _meet(options)
+        meet(options)
         for options in zip(*(branch.dtypes for branch in branches), strict=True)
     ]
     for branch in branches:
         _note_casts(equation, branch, dtypes)
-    # Sums are those to which a branch adds.
-    given = {value.number for branch in branches for value in branch.inputs}
     traits = []
     for options in zip(*(branch.results for branch in branches), strict=True):
-        sums = [v.traits.sums for v in options if v.number not in given]
         known = next((v for v in options if v.traits.probability), options[0])
-        low = next(filter(None, sums), None)
-        traits.append(_handed_on(known, data=True, sums=low))
+        low = next(filter(None, (v.traits.sums for v in options)), None)
+        added = any(v.traits.added for v in options)
+        traits.append(handed_on(known, data=True, sums=low, added=added))
     return equation.add(branches, dtypes, [index, *inputs], traits)
 
 
@@ -206,71 +199,25 @@ def _note_casts(equation: Equation, inner: Plan, dtypes: Iterable[Any]) -> None:
     ]
 
 
-def _meet(dtypes: Sequence[Any]) -> Any:
-    floats = [dtype for dtype in dtypes if dtype is not None]
-    if floats and all(map(_dtypes.eligible, floats)):
-        return _dtypes.widest(floats)
-    return dtypes[0]
-
-
-def _settled_carry(
-    carry: Values, body: Callable[[Values], Plan]
-) -> tuple[Plan, list[Any], bool]:
-    """Finds the dtypes at which a loop's carry stays what it is; whether it changes.
-
-    They are those that iterating one by one would come to, from the dtypes that come
-    in; where it would go back and forth, the widest.
-    """
-    seen = [[value.dtype for value in carry]]
-    while True:
-        dtypes = seen[-1]
-        inner = body(_carried(carry, dtypes))
-        after: list[Any] = list(inner.dtypes[: len(carry)])
-        if after in seen[:-1] or len(seen) > len(carry) + 1:
-            after = [_meet(options) for options in zip(dtypes, after, strict=True)]
-        if after == dtypes:
-            inner, dtypes = _keep_sums(carry, body, inner, dtypes)
-            return inner, dtypes, dtypes != seen[0]
-        seen.append(after)
-
-
-def _keep_sums(
-    carry: Values, body: Callable[[Values], Plan], inner: Plan, dtypes: list[Any]
-) -> tuple[Plan, list[Any]]:
-    """Keeps a loop's sum, as `total += x @ w`, in float32; its readers see 16 bits."""
-    sums = [dtype if dtype in _dtypes.LOW_DTYPES else None for dtype in dtypes]
-    while any(sums):
-        kept = [FLOAT32 if low else own for low, own in zip(sums, dtypes, strict=True)]
-        marked = [
-            value.knowing(sums=low)
-            for value, low in zip(_carried(carry, kept), sums, strict=True)
-        ]
-        trial = body(marked)
-        found = [value.kept for value in trial.results[: len(carry)]]
-        given = {value.number for value in trial.inputs}
-        adds = [value.is_kept and value.number not in given for value in found]
-        if all(does or not low for does, low in zip(adds, sums, strict=True)):
-            trial.results = [*found, *trial.results[len(carry) :]]
-            return trial, kept
-        sums = [low if does else None for low, does in zip(sums, adds, strict=True)]
-    return inner, dtypes
-
-
-def _carried(carry: Values, dtypes: Sequence[Any]) -> list[Value]:
-    pairs = zip(carry, dtypes, strict=True)
-    return [Value.of(value.aval, dtype, Traits(data=True)) for value, dtype in pairs]
-
-
 @structural("custom_jvp_call", "custom_vjp_call", "custom_vmap_call")
 def plan_custom_call(equation: Equation) -> list[Value]:
     """Plans a function whose rules are kept and run under the same policy."""
     name = equation.eqn.primitive.name
     program = equation.eqn.params[_primitives.CALLS[name]]
-    inner = equation.inner(program, equation.operands)
+    operands = equation.operands
+    inner = equation.inner(program, operands)
+    if any(value.traits.sums for value in operands):
+        # As logaddexp, it may add to a loop's sum.
+        kept = [value.kept.knowing(added=False) for value in operands]
+        trial = equation.inner(program, kept)
+        results = [value.kept for value in trial.results]
+        if any(value.adds for value in results):
+            trial.results = results
+            inner, operands = trial, kept
     # Whether other rules would change is known only once JAX asks for them.
     changed = name != "custom_jvp_call" or inner.changed or _changes_rule(equation)
     in_float32 = _widens(inner) and _runs_in_float32(equation, closed(program))
-    return equation.calling(inner, changed=changed, in_float32=in_float32)
+    return equation.calling(inner, operands, changed=changed, in_float32=in_float32)
 
 
 @structural("call_hi_primitive")

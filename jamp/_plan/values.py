@@ -132,6 +132,7 @@ class Traits(NamedTuple):
     table: bool = False  # whether it is made of iota and literals alone
     # The 16-bit dtype that readers see of a loop's sum, which is kept in float32.
     sums: DType | None = None
+    added: bool = False  # whether the loop has added to that sum
 
 
 class Value:
@@ -181,17 +182,23 @@ class Value:
     @property
     def kept(self) -> Value:
         """What programs hand on: of a loop's sum the float32 that it is kept in."""
-        wide = self.casts.get(_dtypes.FLOAT32) if self.traits.sums else None
-        return wide.knowing(sums=self.traits.sums) if wide else self
+        known = self.traits
+        wide = self.casts.get(_dtypes.FLOAT32) if known.sums else None
+        return wide.knowing(sums=known.sums, added=known.added) if wide else self
 
     @property
     def is_kept(self) -> bool:
         return self.traits.sums is not None and self.dtype == _dtypes.FLOAT32
 
-    def seen(self, narrow: Value) -> Value:
+    @property
+    def adds(self) -> bool:
+        """Whether it is a loop's sum, kept in float32, to which the loop has added."""
+        return self.is_kept and self.traits.added
+
+    def seen(self, narrow: Value, *, added: bool) -> Value:
         """What readers see of a sum that is kept; those in float32 see the sum."""
-        narrow.casts[_dtypes.FLOAT32] = self.knowing(sums=None)
-        return narrow.knowing(sums=narrow.dtype)
+        narrow.casts[_dtypes.FLOAT32] = self.knowing(sums=None, added=False)
+        return narrow.knowing(sums=narrow.dtype, added=added)
 
     @property
     def ndim(self) -> int:

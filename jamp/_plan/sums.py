@@ -1,0 +1,88 @@
+"""What adds up, and is computed in float32 so that it is rounded once."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import JaxprEqn, Literal
+
+from jamp import _dtypes, _primitives
+from jamp._dtypes import DType, shape_of
+from jamp._plan.values import Value, Values
+
+
+def reduces_fully(eqn: JaxprEqn, operands: Values) -> bool:
+    """Whether an equation makes a scalar, which promotes nothing, of an array."""
+    return (
+        eqn.primitive.name in _primitives.REDUCTIONS
+        and not _dtypes.shape_of(eqn.outvars[0])
+        and _dtypes.eligible(_dtypes.dtype_of(eqn.outvars[0]))
+        and operands[0].ndim > 0
+        and not operands[0].follows
+    )
+
+
+def adds_up(eqn: JaxprEqn, operands: Values) -> bool:
+    """Whether an equation, or its gradient, adds up values of the program."""
+    name = eqn.primitive.name
+    if carried_sum(eqn, operands):
+        return True
+    if name in _primitives.POOLS:
+        sizes, strides = eqn.params["window_dimensions"], eqn.params["window_strides"]
+        return operands[0].eligible and any(map(operator.gt, sizes, strides))
+    if name not in _primitives.REPEATING:
+        return name in _primitives.ADDING and any(v.eligible for v in operands)
+    size = math.prod(_dtypes.shape_of(eqn.outvars[0]))
+    enlarges = name not in _primitives.ENLARGING or operands[0].aval.size != size
+    return enlarges and operands[0].eligible and not operands[0].follows
+
+
+class CarriedSum(NamedTuple):
+    """A loop's sum, which an equation adds to or hands on."""
+
+    dtype: DType  # which readers see of it
+    added: bool  # whether the loop has added to it
+
+
+def carried_sum(eqn: JaxprEqn, operands: Values) -> CarriedSum | None:
+    """What an equation makes of a loop's sum, if that is one still."""
+    numbers = [value.follows or value.rank == 0 for value in operands]
+    return _carried(eqn.primitive.name, map(_sum_of, operands), numbers)
+
+
+def carried_through(
+    eqns: Iterable[JaxprEqn], entering: Mapping[Any, Value]
+) -> dict[Any, CarriedSum | None]:
+    """What equations make of loops' sums among the values of some variables."""
+    found = {var: _sum_of(value) for var, value in entering.items()}
+    if not any(found.values()):
+        return {}
+    for eqn in eqns:
+        sums = [
+            None if isinstance(atom, Literal) else found.get(atom)
+            for atom in eqn.invars
+        ]
+        numbers = [not shape_of(atom) for atom in eqn.invars]
+        made = _carried(eqn.primitive.name, sums, numbers)
+        found.update(dict.fromkeys(eqn.outvars, made))
+    return found
+
+
+def _sum_of(value: Value) -> CarriedSum | None:
+    known = value.traits
+    return CarriedSum(known.sums, known.added) if known.sums else None
+
+
+def _carried(
+    name: str, operands: Iterable[CarriedSum | None], numbers: Sequence[bool]
+) -> CarriedSum | None:
+    # A factor that is no number would have the float32 saved for its gradient.
+    scales = any({"mul": numbers, "div": numbers[1:]}.get(name, ()))
+    adds = name in _primitives.CARRYING or scales
+    found = [operand for operand in operands if operand is not None]
+    if not found or not (adds or name in _primitives.HANDING_ON):
+        return None
+    return CarriedSum(found[0].dtype, adds or any(known.added for known in found))
