@@ -67,11 +67,6 @@ VIEWS = _names("broadcast_in_dim reshape squeeze transpose")
 KEEPING_ELEMENTS = (MOVEMENT - {"optimization_barrier"}) | _names(
     "dynamic_slice split stop_gradient tile unstack"
 )
-# What they make of a loop's sum is its elements still, or the largest of them.
-HANDING_ON = (KEEPING_ELEMENTS - _names("convert_element_type name")) | _names(
-    "clamp concatenate cummax cummin dynamic_update_slice gather max min neg pad",
-    "reduce_max reduce_min select_n stack",
-)
 # The elements of their result are those of their operands.
 ARRANGING = MOVING | _names("concatenate")
 # Their results are probabilities: of one near 1, rounding leaves nothing of the rest.
@@ -131,6 +126,8 @@ EXACT = REARRANGING | _names(
     "abs clamp cummax cummin custom_jvp_call max min reduce_max reduce_min select_n",
     "sign",
 )
+# What they make of a loop's sum is one still.
+HANDING_ON = EXACT - _names("custom_jvp_call jit sign")
 # Their backward pass needs nothing of their operands.
 LINEAR = REARRANGING | _names("add add_any convert_element_type reduce_sum sub")
 # They run in no other dtypes than those that they stand in.

@@ -367,6 +367,7 @@ RECURRENCES = {
     "logsumexp": lambda c, x: jax.nn.logsumexp(c[:, None] + x, axis=0),
     "logaddexp": lambda c, x: jnp.logaddexp(c[::-1], x[0]),
     "soft_minimum": soft_minimum,
+    "split": lambda c, x: jnp.concatenate(jnp.split(c, 2)[::-1]) + x[0],
     "sum": lambda c, x: jnp.sum(jnp.stack([c, *x]), 0),
     "clip": lambda c, x: jnp.clip(c + x[0], 0, 50),
     "branch": lambda c, x: lax.cond(x[0, 0] > 1, lambda: c[::-1], lambda: c + x[0]),

@@ -57,7 +57,9 @@ def choose(rule: Rule, eqn: JaxprEqn, operands: Values, low: DType) -> Dtypes:
         # In float32, so that what is added up is rounded once.
         used = [dtype for dtype in found.operands if dtype is not None]
         own = tuple([value.dtype for value in operands])
-        rounded = found.results or (_dtypes.widest(used),) if used else own
+        if used:
+            own = (_dtypes.widest(used),) * len(eqn.outvars)
+        rounded = found.results or own
         return Dtypes(floating, rounded)
     dtype = low if rule is Rule.LOWER else FLOAT32
     if any(destroyed(value, dtype) for value in operands):
@@ -169,8 +171,10 @@ def cast_and_bind(equation: Equation, dtypes: Dtypes) -> list[Value]:
     ]
     carried = carried_sum(eqn, operands) if dtypes.results else None
     if carried and carried.dtype in dtypes.results:
-        pairs = zip(results, seen, strict=True)
-        return [wide.seen(narrow, added=carried.added) for wide, narrow in pairs]
+        return [
+            wide.seen(narrow, added=carried.added) if narrow.low else narrow
+            for wide, narrow in zip(results, seen, strict=True)
+        ]
     return seen
 
 
