@@ -21,7 +21,7 @@ from jamp._compat import (
     settings,
 )
 from jamp._emit.conversions import convert, convert_all
-from jamp._emit.iterations import Iteration
+from jamp._emit.loop_stacks import Iteration
 from jamp._equations import bind_primitive, number_of
 from jamp._lowerings.hook import lowering
 from jamp._plan.plan import Action, Bind, Broadcast, Cast, Plan

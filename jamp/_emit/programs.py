@@ -16,7 +16,7 @@ from jamp import _dtypes
 from jamp._compat import checkpoint, scan_counts
 from jamp._emit.conversions import convert, convert_all
 from jamp._emit.emitter import Arrays, Emitter, emits
-from jamp._emit.iterations import stackable, stacks_in_float32
+from jamp._emit.loop_stacks import stackable, stacks_in_float32
 from jamp._equations import bind
 from jamp._plan.plan import Structural
 

@@ -8,7 +8,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 
 from jamp import _dtypes, _primitives
-from jamp._lowerings import orders
+from jamp._lowerings import comparisons
 from jamp._lowerings.bilinear import PRECISION, product_params
 from jamp._lowerings.convolution import convolution_of_weights_p, convolution_p
 from jamp._lowerings.product import product_of_weights_p, product_p
@@ -29,7 +29,7 @@ def has_own_product(name: str, dtypes: Sequence[Any]) -> bool:
 
 def has_own_primitive(eqn: JaxprEqn, dtypes: Sequence[Any]) -> bool:
     """Whether a primitive of jamp's own is bound for an equation in some dtypes."""
-    if eqn.primitive in orders.OWN:
+    if eqn.primitive in comparisons.OWN:
         return bool(dtypes[0] == _dtypes.BFLOAT16)
     return has_own_product(eqn.primitive.name, dtypes)
 
@@ -52,7 +52,7 @@ def lowering(
     elif name in _primitives.SCATTERS:
         params = _params_of_scatter(eqn, avals)
     elif has_own_primitive(eqn, dtypes):
-        return orders.OWN[eqn.primitive], params
+        return comparisons.OWN[eqn.primitive], params
     return eqn.primitive, params
 
 

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable
 
 from jamp._errors import BannedOpError
 from jamp._plan.plan import Action, Run, Structural
-from jamp._plan.readers import taken
 from jamp._plan.records import Record, with_inner
+from jamp._plan.unrounded.readers import taken
 from jamp._plan.values import Value, Values
 
 

@@ -8,10 +8,10 @@ from itertools import chain
 from typing import Any
 
 from jamp._dtypes import FLOAT32, LOW_DTYPES
-from jamp._plan.groups import Group
 from jamp._plan.plan import Action, Bind, Cast, Float32Call, Plan, Run, Structural
-from jamp._plan.readers import is_float32_function
 from jamp._plan.records import Conversion, Note, Record, Returned
+from jamp._plan.unrounded.groups import Group
+from jamp._plan.unrounded.readers import is_float32_function
 from jamp._plan.values import Value, Values
 
 _READ = "read in float32"

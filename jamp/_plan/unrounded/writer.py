@@ -1,15 +1,4 @@
-"""A pass over a plan: who reads a value decides whether it is rounded.
-
-A rule that rounds says which dtype a value has. A reader that computes in float32 takes
-the value as it was computed, before the rounding; an elementwise or reducing equation
-that only such readers have computes in float32 itself; and one that reads what is at
-hand in float32 computes on that and rounds its own result. What a loop or another
-program inside reads rounded, all read rounded. No dtype changes that a user can see.
-
-Equations that now compute in float32 are joined to the float32 calls that they read, or
-with which they share an operand: the backward pass computes all again from the 16-bit
-values that enter, instead of saving float32, and sums their gradients in float32.
-"""
+"""Writes a plan anew, forward: what its readers in float32 take, and what joins."""
 
 from __future__ import annotations
 
@@ -21,13 +10,19 @@ from typing import Any, NamedTuple
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jamp._dtypes import FLOAT32
-from jamp._plan.elements import Elements
-from jamp._plan.groups import Bound, Group, Groups, with_shared_casts
 from jamp._plan.listed_calls import is_cheap
 from jamp._plan.plan import Action, Bind, Cast, Caster, Float32Call, Plan, Structural
-from jamp._plan.probabilities import Probabilities
-from jamp._plan.readers import Kind, Readers, Reading, is_float32_function, taken
-from jamp._plan.rewritten import Rewritten
+from jamp._plan.unrounded.groups import Bound, Group, Groups, with_shared_casts
+from jamp._plan.unrounded.probabilities import Probabilities
+from jamp._plan.unrounded.readers import (
+    Kind,
+    Readers,
+    Reading,
+    is_float32_function,
+    taken,
+)
+from jamp._plan.unrounded.rewritten_records import Rewritten
+from jamp._plan.unrounded.same_elements import Elements
 from jamp._plan.values import Value
 
 
