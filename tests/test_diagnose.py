@@ -279,6 +279,14 @@ def test_a_difference_that_rounding_makes_zero_is_no_underflow(dtype):
     assert diagnose(fn, dtype=dtype)(X).underflows == ()
 
 
+@pytest.mark.parametrize(("lost", "told"), [(1, False), (2, True)])
+def test_what_less_than_one_in_a_hundred_is_lost_of_is_no_underflow(lost, told):
+    x = np.ones((16, 8), np.float32)
+    x.flat[:lost] = 1e-4  # of 128 numbers: its square is below the least of float16
+    fn = lambda x: product(product(x) ** 2)  # noqa: E731
+    assert bool(diagnose(fn)(x).underflows) == told
+
+
 def first_fault(h):
     return h * h
 
