@@ -393,6 +393,21 @@ def test_a_recurrence_over_sums_is_rounded_once(name, device):
 
 
 @each_device
+def test_the_gradient_of_a_maximum_in_a_loop_goes_to_what_is_the_largest(device):
+    """What XLA computes twice may differ; a sum that was not rounded shows it."""
+    x = jnp.asarray(np.random.RandomState(89).randn(24, 4), jnp.float32)
+    w = jnp.asarray(np.random.RandomState(90).randn(4, 4) / 2, jnp.float32) + jnp.eye(4)
+
+    def loss(x, w):
+        h = x @ w
+        step = lambda c, r: (jnp.stack([r * 1.5, c + r * 1.1]).max(0), None)  # noqa: E731
+        return jnp.sum(lax.scan(step, h[0] + h[1], h)[0].astype(jnp.float32))
+
+    found = jax.jit(jax.grad(jamp.autocast(loss, device_type=device)))(x, w)
+    np.testing.assert_allclose(found, jax.jit(jax.grad(loss))(x, w), atol=0.02)
+
+
+@each_device
 def test_readers_of_a_loops_sum_see_16_bits(device):
     def fn(h):
         def step(total, row):

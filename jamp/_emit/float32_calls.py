@@ -13,19 +13,19 @@ What leaves it in 16 bits is cast inside of it, so that its gradient enters in 1
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Literal, Var, jaxprs_in_params
 from jax.extend.source_info_util import current_name_stack, user_context
 
 from jamp import _primitives
 from jamp._compat import checkpoint, settings
 from jamp._dtypes import FLOAT32, dtype_of, shape_of
 from jamp._emit.emitter import Arrays, Emitter, emits
-from jamp._equations import bind, content, nested
+from jamp._equations import bind, content, nested, read_by
 from jamp._plan.plan import Float32Call
 
 
@@ -116,22 +116,49 @@ def _apart_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
 
 # Elements of a sum whose roundings change it by less than a sixteenth of one.
 _MANY = 256
+# What is worth saving: it takes a pass to compute, or a sort.
 _SAVED = _primitives.REDUCTIONS | _primitives.ORDERS
+_CHOOSING = frozenset({"reduce_max", "reduce_min"})
 
 
-def _reduces(primitive: Any, *operands: Any, **params: Any) -> bool:
-    """Whether a result is worth saving: it takes a pass to compute, or a sort."""
+def _saved(eqns: Sequence[JaxprEqn], outvars: Collection[Any]) -> frozenset[str]:
+    """What a call saves for its backward pass, by the names of primitives.
+
+    The gradient of a maximum goes to the elements that are equal to it: to those that
+    the backward pass has, if it is computed from them.
+    """
+    return _SAVED - _CHOOSING if _chooses(eqns, outvars) else _SAVED
+
+
+def _chooses(eqns: Sequence[JaxprEqn], outvars: Collection[Any]) -> bool:
+    """Whether gradients go through a maximum to the elements that are equal to it."""
+    differentiated = {v for v in outvars if not isinstance(v, Literal)}
+    for eqn in reversed(eqns):
+        if differentiated.isdisjoint(eqn.outvars):
+            continue
+        programs = [*jaxprs_in_params(eqn.params)]
+        inside = any(_chooses(program.eqns, program.outvars) for program in programs)
+        if inside or eqn.primitive.name in _CHOOSING:
+            return True
+        if eqn.primitive.name != "stop_gradient":
+            differentiated.update(read_by(eqn))
+    return False
+
+
+def _saves(
+    saved: Collection[str], primitive: Any, *operands: Any, **params: Any
+) -> bool:
     del operands, params
-    return str(primitive) in _SAVED
+    return str(primitive) in saved
 
 
-def _saves_few(eqn: JaxprEqn) -> bool:
+def _saves_few(eqn: JaxprEqn, saved: Collection[str]) -> bool:
     """Whether a result is saved that the rounding of its operand moves noticeably.
 
     In a sum of many elements the roundings average out.
     """
     if eqn.primitive.name != "reduce_sum":
-        return eqn.primitive.name in _SAVED
+        return eqn.primitive.name in saved
     shape = shape_of(eqn.invars[0])
     count = math.prod(shape[axis] for axis in eqn.params["axes"])
     return not isinstance(count, int) or count < _MANY
@@ -148,7 +175,8 @@ def _recomputing(
     eqns = [*nested(action.eqns)]
     names = {eqn.primitive.name for eqn in eqns}
     costly = not names.isdisjoint(_primitives.TRANSCENDENTAL)
-    saves = any(map(_saves_few, eqns))
+    saved = _saved(action.eqns, action.outvars)
+    saves = any(_saves_few(eqn, saved) for eqn in eqns)
     round_gradient = costly and names.isdisjoint(_primitives.REDUCTIONS)
     barred = costly or action.device_type == "cpu"
 
@@ -167,7 +195,8 @@ def _recomputing(
             *(widened(a, casts.get(i)) if is_low else a for i, (a, is_low) in taken)
         )
 
-    return checkpoint(widen_and_run, policy=_reduces, prevent_cse=barred)
+    policy = partial(_saves, saved)
+    return checkpoint(widen_and_run, policy=policy, prevent_cse=barred)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
