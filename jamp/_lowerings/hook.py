@@ -1,6 +1,6 @@
 """The hook between a plan and JAX: what is bound for an equation in other dtypes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -8,7 +8,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 
 from jamp import _dtypes, _primitives
-from jamp._lowerings import comparisons
+from jamp._lowerings import comparisons, pools
 from jamp._lowerings.bilinear import PRECISION, product_params
 from jamp._lowerings.convolution import convolution_of_weights_p, convolution_p
 from jamp._lowerings.product import product_of_weights_p, product_p
@@ -27,11 +27,24 @@ def has_own_product(name: str, dtypes: Sequence[Any]) -> bool:
     return dtypes[0] == dtypes[1] and dtypes[0] in _dtypes.LOW_DTYPES
 
 
-def has_own_primitive(eqn: JaxprEqn, dtypes: Sequence[Any]) -> bool:
-    """Whether a primitive of jamp's own is bound for an equation in some dtypes."""
+def has_own_primitive(
+    eqn: JaxprEqn, dtypes: Sequence[Any], given: Iterable[Any]
+) -> bool:
+    """Whether a primitive of jamp's own is bound for operands in some dtypes.
+
+    They may have been given in others.
+    """
+    if eqn.primitive in pools.OWN:
+        return any(dtype in _dtypes.LOW_DTYPES for dtype in given)
     if eqn.primitive in comparisons.OWN:
         return bool(dtypes[0] == _dtypes.BFLOAT16)
     return has_own_product(eqn.primitive.name, dtypes)
+
+
+def as_traced(eqn: JaxprEqn) -> JaxprEqn:
+    """An equation in the dtypes that it was traced in, with jamp's own pools."""
+    own = pools.OWN.get(eqn.primitive)
+    return eqn if own is None else eqn.replace(primitive=own)
 
 
 def lowering(
@@ -51,7 +64,9 @@ def lowering(
         params = _params_of_product(params, avals)
     elif name in _primitives.SCATTERS:
         params = _params_of_scatter(eqn, avals)
-    elif has_own_primitive(eqn, dtypes):
+    elif eqn.primitive in pools.OWN:
+        return pools.OWN[eqn.primitive], params
+    elif has_own_primitive(eqn, dtypes, ()):
         return comparisons.OWN[eqn.primitive], params
     return eqn.primitive, params
 

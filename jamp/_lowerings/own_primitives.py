@@ -1,20 +1,29 @@
 """Primitives of jamp's own that are named like one of JAX's, and differ on CPUs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from jax.extend.core import Primitive
-from jax.interpreters import mlir, xla
+import jax
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir, xla
+
+from jamp._equations import replaced
 
 Operation = Callable[..., Any]
+Primitives = Mapping[Primitive, Primitive]
 
 
-def like(known: Primitive, abstract_eval: Operation) -> Primitive:
-    """A primitive with the name of one of JAX's, and without other rules than this."""
+def like(known: Primitive, abstract_eval: Operation | None = None) -> Primitive:
+    """A primitive with the name of one of JAX's, and its results unless told."""
+
+    def as_known(*avals: Any, **params: Any) -> Any:
+        made, _ = known.abstract_eval(*avals, **params)
+        return made
+
     primitive = Primitive(known.name)
     primitive.multiple_results = known.multiple_results
-    primitive.def_abstract_eval(abstract_eval)
+    primitive.def_abstract_eval(abstract_eval or as_known)
     primitive.def_impl(partial(xla.apply_primitive, primitive))
     return primitive
 
@@ -64,3 +73,87 @@ def has_whole_arrays(ctx: mlir.LoweringRuleContext) -> bool:
         return is_for_one_device(ctx)
     manual: bool = mesh.are_all_axes_manual
     return manual or (is_for_one_device(ctx) and not mesh.explicit_axes)
+
+
+def with_rules_of_jax(own: Primitives) -> None:
+    """Gives primitives the rules of those of JAX's that they stand for.
+
+    What these rules bind of JAX's primitives is then one of jamp's own as well.
+    """
+    for known, primitive in own.items():
+        ad.primitive_jvps[primitive] = partial(_jvp, own, known)
+        if known in ad.primitive_transposes:
+            ad.primitive_transposes[primitive] = partial(_transpose, own, known)
+        batching.fancy_primitive_batchers[primitive] = partial(_batch, own, known)
+
+
+def _jvp(
+    own: Primitives, known: Primitive, primals: Any, tangents: Any, /, **params: Any
+) -> Any:
+    given = [t for t in tangents if not isinstance(t, ad.Zero)]
+
+    def rule(*arrays: Any) -> Any:
+        rest = iter(arrays[len(primals) :])
+        taken = [t if isinstance(t, ad.Zero) else next(rest) for t in tangents]
+        return ad.primitive_jvps[known](arrays[: len(primals)], taken, **params)
+
+    return _binding_own(own, rule, [*primals, *given])
+
+
+def _transpose(
+    own: Primitives, known: Primitive, cotangent: Any, /, *operands: Any, **params: Any
+) -> Any:
+    rule = partial(ad.primitive_transposes[known], **params)
+    if isinstance(cotangent, ad.Zero):
+        return rule(cotangent, *operands)
+    linear = list(map(ad.is_undefined_primal, operands))
+    given = [x for x, is_linear in zip(operands, linear, strict=True) if not is_linear]
+
+    def of_arrays(cotangent: Any, *arrays: Any) -> Any:
+        rest, pairs = iter(arrays), zip(operands, linear, strict=True)
+        taken = [x if is_linear else next(rest) for x, is_linear in pairs]
+        return rule(cotangent, *taken)
+
+    return _binding_own(own, of_arrays, [cotangent, *given])
+
+
+def _batch(
+    own: Primitives,
+    known: Primitive,
+    axis_data: Any,
+    arrays: Sequence[Any],
+    dims: Any,
+    /,
+    **params: Any,
+) -> Any:
+    def rule(*arrays: Any) -> Any:
+        batcher = batching.fancy_primitive_batchers[known]
+        return batcher(axis_data, arrays, dims, **params)
+
+    return _binding_own(own, rule, arrays)
+
+
+def _binding_own(own: Primitives, rule: Operation, arrays: Sequence[Any]) -> Any:
+    """What a rule of JAX's gives for some arrays, with jamp's primitives in it."""
+    static: list[Any] = []
+
+    def arrays_made(*arrays: Any) -> list[Any]:
+        leaves, tree = jax.tree.flatten(rule(*arrays), _is_static)
+        static[:] = tree, [leaf if _is_static(leaf) else None for leaf in leaves]
+        return [leaf for leaf in leaves if not _is_static(leaf)]
+
+    program = jax.make_jaxpr(arrays_made)(*map(jax.typeof, arrays))
+    program = replaced(
+        program,
+        lambda eqn: eqn.primitive in own,
+        lambda eqn: eqn.replace(primitive=own[eqn.primitive]),
+        {},
+    )
+    outs = iter(jaxpr_as_fun(program)(*arrays))
+    tree, leaves = static
+    return tree.unflatten([next(outs) if leaf is None else leaf for leaf in leaves])
+
+
+def _is_static(leaf: Any) -> bool:
+    """Whether a rule's result is no array: a zero tangent, or an axis."""
+    return isinstance(leaf, ad.Zero | int)

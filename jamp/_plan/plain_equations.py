@@ -158,7 +158,8 @@ def cast_and_bind(equation: Equation, dtypes: Dtypes) -> list[Value]:
     if eqn.primitive.name in _primitives.ARRANGING and numbers <= plan.given:
         plan.given.update(value.number for value in results)
     ruled = caster.record.ruling.rule is not Rule.AS_TRACED
-    changed = used != traced or (ruled and has_own_primitive(eqn, used))
+    given = [value.dtype for value in operands]
+    changed = used != traced or (ruled and has_own_primitive(eqn, used, given))
     plan.changed |= changed
     weights = _weights(equation, used) if changed else {}
     taken, lowered = [*cast, *weights.values()], used if changed else None
