@@ -37,7 +37,7 @@ ADDING = _names(
     "psum psum_invariant reduce_scatter scatter-add scatter-mul scatter-sub"
 )
 # A loop adds up in them, if it goes round with what they take.
-CARRYING = ADDING | _names("add add_any cumsum reduce_sum sub")
+CARRYING = ADDING | _names("add add_any cumlogsumexp cumsum reduce_sum sub")
 # Their gradient adds up.
 REPEATING = ENLARGING | _names("dynamic_slice gather pbroadcast pvary")
 # The gradients of elements in several of their windows add up.
@@ -127,7 +127,11 @@ EXACT = REARRANGING | _names(
     "sign",
 )
 # What they make of a loop's sum is one still.
-HANDING_ON = EXACT - _names("custom_jvp_call jit sign")
+HANDING_ON = (
+    (EXACT - _names("custom_jvp_call jit sign"))
+    | EXTREMES
+    | _names("approx_top_k sort top_k")
+)
 # Their backward pass needs nothing of their operands.
 LINEAR = REARRANGING | _names("add add_any convert_element_type reduce_sum sub")
 # They run in no other dtypes than those that they stand in.

@@ -371,6 +371,10 @@ RECURRENCES = {
     "sum": lambda c, x: jnp.sum(jnp.stack([c, *x]), 0),
     "clip": lambda c, x: jnp.clip(c + x[0], 0, 50),
     "branch": lambda c, x: lax.cond(x[0, 0] > 1, lambda: c[::-1], lambda: c + x[0]),
+    "cumlogsumexp": lambda c, x: lax.cumlogsumexp(c) + x[0],
+    "sort": lambda c, x: lax.sort(c) + x[0],
+    "top_k": lambda c, x: lax.top_k(c, 4)[0] + x[0],
+    "set": lambda c, x: c.at[1:].set(c[:-1] + x[0, 1:]),
 }
 
 
@@ -390,6 +394,20 @@ def test_a_recurrence_over_sums_is_rounded_once(name, device):
     cast = jamp.autocast(fn, device_type=device)
     assert_rounded_once(jax.jit(cast)(x), fn(x), low)
     assert np.abs(gradient(cast) - gradient(fn)).max() <= float(jnp.finfo(low).eps)
+
+
+@each_device
+def test_what_a_loop_adds_up_may_change_places(device):
+    x, low = values(LOW[device], (600, 4), 1.0), LOW[device]
+
+    def moved_on(x):
+        """A position from the two before it, as in Verlet's integration."""
+        h = x @ jnp.eye(4)
+        step = lambda c, r: ((c[1], 2 * c[1] - c[0] + 1e-3 * r), None)  # noqa: E731
+        return lax.scan(step, (h[0], h[0]), h)[0][1]
+
+    found = jax.jit(jamp.autocast(moved_on, device_type=device))(x)
+    assert_rounded_once(found, moved_on(x), low)
 
 
 @each_device

@@ -37,20 +37,29 @@ def _keep_sums(
 ) -> tuple[Plan, list[Any]]:
     """Keeps a loop's sum, as `total += x @ w`, in float32; its readers see 16 bits."""
     sums = [dtype if dtype in _dtypes.LOW_DTYPES else None for dtype in dtypes]
+    added = [False] * len(sums)
     while any(sums):
         kept = [FLOAT32 if low else own for low, own in zip(sums, dtypes, strict=True)]
-        marked = [
-            value.knowing(sums=low)
-            for value, low in zip(carry_in(carry, kept), sums, strict=True)
-        ]
-        trial = body(marked)
+        marks = zip(carry_in(carry, kept), sums, added, strict=True)
+        trial = body([v.knowing(sums=low, added=adds) for v, low, adds in marks])
         found = [value.kept for value in trial.results[: len(carry)]]
-        pairs = list(zip(sums, found, strict=True))
-        if all(value.adds for low, value in pairs if low):
+        if all(v.adds for v, low in zip(found, sums, strict=True) if low):
             trial.results = [*found, *trial.results[len(carry) :]]
             return trial, kept
-        sums = [low if value.adds else None for low, value in pairs]
+        handed_on = [v.is_kept for v in found]
+        adds = [v.adds or known for v, known in zip(found, added, strict=True)]
+        if not all(v for v, low in zip(handed_on, sums, strict=True) if low):
+            sums, added = _where(handed_on, sums), [False] * len(sums)
+        elif adds != added:
+            # What the loop adds to may go on in the place of another.
+            added = adds
+        else:
+            sums, added = _where(adds, sums), [False] * len(sums)
     return inner, dtypes
+
+
+def _where(chosen: Sequence[bool], sums: Sequence[Any]) -> list[Any]:
+    return [low if is_sum else None for is_sum, low in zip(chosen, sums, strict=True)]
 
 
 def carry_in(carry: Values, dtypes: Sequence[Any]) -> list[Value]:

@@ -56,11 +56,12 @@ def choose(rule: Rule, eqn: JaxprEqn, operands: Values, low: DType) -> Dtypes:
             return found
         # In float32, so that what is added up is rounded once.
         used = [dtype for dtype in found.operands if dtype is not None]
-        own = tuple([value.dtype for value in operands])
-        if used:
-            own = (_dtypes.widest(used),) * len(eqn.outvars)
-        rounded = found.results or own
-        return Dtypes(floating, rounded)
+        rounded = found.results
+        if used and not rounded:
+            rounded = (_dtypes.widest(used),) * len(eqn.outvars)
+        # Others have the dtypes of their operands, and indices beside them.
+        own = [value.dtype for value in operands] + [None] * len(eqn.outvars)
+        return Dtypes(floating, rounded or tuple(own[: len(eqn.outvars)]))
     dtype = low if rule is Rule.LOWER else FLOAT32
     if any(destroyed(value, dtype) for value in operands):
         dtype = FLOAT32
