@@ -1,6 +1,6 @@
 """The hook between a plan and JAX: what is bound for an equation in other dtypes."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -8,7 +8,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 
 from jamp import _dtypes, _primitives
-from jamp._lowerings import comparisons, pools
+from jamp._lowerings import comparisons, pools, quotients
 from jamp._lowerings.bilinear import PRECISION, product_params
 from jamp._lowerings.convolution import convolution_of_weights_p, convolution_p
 from jamp._lowerings.product import product_of_weights_p, product_p
@@ -17,6 +17,12 @@ from jamp._lowerings.product import product_of_weights_p, product_p
 _PRODUCTS = {
     "conv_general_dilated": (convolution_p, convolution_of_weights_p),
     "dot_general": (product_p, product_of_weights_p),
+}
+# Other primitives, by the dtype of their first operand.
+_OWN: Mapping[Any, Mapping[Primitive, Primitive]] = {
+    _dtypes.FLOAT32: pools.OWN,
+    _dtypes.BFLOAT16: {**comparisons.OWN, **pools.OWN},
+    _dtypes.FLOAT16: {**quotients.OWN, **pools.OWN},
 }
 
 
@@ -30,20 +36,26 @@ def has_own_product(name: str, dtypes: Sequence[Any]) -> bool:
 def has_own_primitive(
     eqn: JaxprEqn, dtypes: Sequence[Any], given: Iterable[Any]
 ) -> bool:
-    """Whether a primitive of jamp's own is bound for operands in some dtypes.
+    """Whether a primitive of jamp's own is bound for 16 bits.
 
-    They may have been given in others.
+    Args:
+      eqn: the equation.
+      dtypes: those of its operands.
+      given: those in which the operands came.
     """
-    if eqn.primitive in pools.OWN:
-        return any(dtype in _dtypes.LOW_DTYPES for dtype in given)
-    if eqn.primitive in comparisons.OWN:
-        return bool(dtypes[0] == _dtypes.BFLOAT16)
-    return has_own_product(eqn.primitive.name, dtypes)
+    if has_own_product(eqn.primitive.name, dtypes):
+        return True
+    low = any(dtype in _dtypes.LOW_DTYPES for dtype in (*dtypes, *given))
+    return low and eqn.primitive in _own(dtypes)
 
 
-def as_traced(eqn: JaxprEqn) -> JaxprEqn:
-    """An equation in the dtypes that it was traced in, with jamp's own pools."""
-    own = pools.OWN.get(eqn.primitive)
+def _own(dtypes: Sequence[Any]) -> Mapping[Primitive, Primitive]:
+    return _OWN.get(dtypes[0], {}) if dtypes else {}
+
+
+def in_float32(eqn: JaxprEqn) -> JaxprEqn:
+    """An equation that runs in float32, with the primitive that is bound for it."""
+    own = _OWN[_dtypes.FLOAT32].get(eqn.primitive)
     return eqn if own is None else eqn.replace(primitive=own)
 
 
@@ -64,11 +76,7 @@ def lowering(
         params = _params_of_product(params, avals)
     elif name in _primitives.SCATTERS:
         params = _params_of_scatter(eqn, avals)
-    elif eqn.primitive in pools.OWN:
-        return pools.OWN[eqn.primitive], params
-    elif has_own_primitive(eqn, dtypes, ()):
-        return comparisons.OWN[eqn.primitive], params
-    return eqn.primitive, params
+    return _own(dtypes).get(eqn.primitive, eqn.primitive), params
 
 
 def _params_of_product(params: dict[str, Any], avals: Sequence[Any]) -> dict[str, Any]:

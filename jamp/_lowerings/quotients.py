@@ -1,0 +1,36 @@
+"""Quotients of float16, whose gradients float16 holds where it holds the quotient.
+
+JAX's rule multiplies with the square of the denominator's inverse, which is zero in
+float16 from 4096 on, and by the way it is computed from 256 on; no loss scale helps.
+PyTorch divides by the denominator twice. So does this, in float32, because XLA would
+make one division by the square of the two.
+"""
+
+from typing import Any
+
+from jax import lax
+from jax.interpreters import ad
+
+from jamp._dtypes import FLOAT32
+from jamp._lowerings.own_primitives import like, lower, with_rules_of_jax
+
+_quotient = like(lax.div_p)
+lower(_quotient, lax.div_p.bind, lax.div_p.bind)
+OWN = {lax.div_p: _quotient}
+with_rules_of_jax(OWN)
+
+
+def _jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    (_, denominator), (above, below) = primals, tangents
+    result = _quotient.bind(*primals)
+    terms = []
+    if not isinstance(above, ad.Zero):
+        terms.append(_quotient.bind(above, denominator))
+    if not isinstance(below, ad.Zero):
+        along, *wide = (x.astype(FLOAT32) for x in (below, result, denominator))
+        term = lax.mul(along, lax.neg(lax.div(*wide)))
+        terms.append(term.astype(result.dtype))
+    return result, terms[0] if len(terms) == 1 else lax.add(*terms)
+
+
+ad.primitive_jvps[_quotient] = _jvp
