@@ -369,6 +369,7 @@ RECURRENCES = {
     "soft_minimum": soft_minimum,
     "split": lambda c, x: jnp.concatenate(jnp.split(c, 2)[::-1]) + x[0],
     "sum": lambda c, x: jnp.sum(jnp.stack([c, *x]), 0),
+    "relu": lambda c, x: jax.nn.relu(c + x[0] - 1),
     "clip": lambda c, x: jnp.clip(c + x[0], 0, 50),
     "branch": lambda c, x: lax.cond(x[0, 0] > 1, lambda: c[::-1], lambda: c + x[0]),
     "cumlogsumexp": lambda c, x: lax.cumlogsumexp(c) + x[0],

@@ -207,8 +207,8 @@ def plan_custom_call(equation: Equation) -> list[Value]:
     operands = equation.operands
     inner = equation.inner(program, operands)
     if any(value.traits.sums for value in operands):
-        # As logaddexp, it may add to a loop's sum.
-        kept = [value.kept.knowing(added=False) for value in operands]
+        # As logaddexp, it may add to a loop's sum, or hand it on, as relu.
+        kept = [value.kept for value in operands]
         trial = equation.inner(program, kept)
         results = [value.kept for value in trial.results]
         if any(value.adds for value in results):
