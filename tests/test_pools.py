@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax import lax
+from jax import export, lax
 
 import jamp
 
@@ -168,6 +168,21 @@ def test_the_gradient_on_several_devices_is_that_of_jax():
     mesh = jax.make_mesh((2,), ("d",))
     sharding = jax.NamedSharding(mesh, jax.P("d"))
     assert "select_and_scatter" in gradients_text(cast, sharding=sharding).as_text()
+
+
+def test_a_pool_of_any_size_can_be_exported():
+    window = (1, 2, 2)
+    fn = cast(lambda x: pool(x, window, window, "VALID"))
+    gradient = jax.jit(jax.grad(lambda x: jnp.sum(fn(x).astype(np.float32))))
+    shape = export.symbolic_shape("b, h, 6")
+    exported = export.export(gradient)(jax.ShapeDtypeStruct(shape, np.float32))
+    x = distinct((3, 8, 6))
+    np.testing.assert_array_equal(exported.call(x), gradient(x))
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (1, 4), (4, 0)])
+def test_a_pool_of_nothing_has_the_derivatives_of_jax(shape):
+    check(shape, (2, 1), (2, 1), "VALID", names=["values", "gradient", "tangent"])
 
 
 def test_what_is_pooled_in_float32_is_as_written():

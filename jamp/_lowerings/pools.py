@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -147,20 +148,28 @@ def _define(known: Primitive, gradient: Callable[..., Any] | None = None) -> Pri
     """A primitive like one of JAX's; a gradient is computed otherwise on one CPU."""
 
     def on_one_cpu(*arrays: Any, **params: Any) -> Any:
-        run = gradient if gradient and _is_small(params) else known.bind
-        return run(*arrays, **params)
+        made, _ = known.abstract_eval(*map(jax.typeof, arrays), **params)
+        if gradient and all(_is_small(a.shape, params) for a in (*arrays, made)):
+            return gradient(*arrays, **params)
+        return known.bind(*arrays, **params)
 
     primitive = like(known)
     lower(primitive, known.bind, known.bind, on_one_cpu)
     return primitive
 
 
-def _is_small(params: dict[str, Any]) -> bool:
-    """Whether windows lie close together, and hold few elements next to each other."""
+def _is_small(shape: Sequence[Any], params: dict[str, Any]) -> bool:
+    """Whether windows lie close together, and hold few elements next to each other.
+
+    Of a dimension over which they move, an exported program may not know the size, and
+    there may be none of them.
+    """
     sizes, strides = params["window_dimensions"], params["window_strides"]
     dilations = (*params.get("base_dilation", ()), *params.get("window_dilation", ()))
     most = max(math.prod(sizes), math.prod(strides))
-    return most <= _MOST_PLACES and set(dilations) <= {1}
+    moves = zip(shape, sizes, strides, strict=True)
+    known = all(isinstance(n, int) and n for n, *steps in moves if steps != [1, 1])
+    return known and most <= _MOST_PLACES and set(dilations) <= {1}
 
 
 OWN = {
