@@ -439,6 +439,38 @@ def test_readers_of_a_loops_sum_see_16_bits(device):
     assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype(LOW[device])}
 
 
+@each_device
+def test_a_loops_sum_is_narrowed_for_no_branch_and_no_cast_in_float32(device):
+    def fn(x):
+        h = x @ jnp.eye(4)
+        step = lambda c, r: (c + r, widened(jax.nn.relu(c)))  # noqa: E731
+        total, wide = lax.scan(step, h[0], h)
+        return wide, lax.cond(x[0, 0] > 0, lambda c: x[0], lambda c: c + 1, total)
+
+    widened = jax.jit(lambda c: c.astype(jnp.float32))
+    found = jax.eval_shape(jamp.autocast(fn, device_type=device), jnp.ones((8, 4)))
+    assert [leaf.dtype for leaf in found] == [jnp.float32] * 2
+
+
+@each_device
+def test_what_sums_are_copied_to_stays_in_16_bits(device):
+    def fn(x):
+        h = x @ jnp.eye(4)
+        steps, last, largest = jnp.stack([h[0]] * 8), h[0], h[0]
+
+        def step(carry, row):
+            total, steps, _, largest = carry
+            steps = jnp.concatenate([steps[1:], total[None]])
+            return (total + row, steps, total, jnp.maximum(largest, total)), None
+
+        return lax.scan(step, (h[0], steps, last, largest), h)[0]
+
+    program = traced(jamp.autocast(fn, device_type=device), jnp.ones((8, 4)))
+    (loop,) = [eqn for eqn in equations(program) if eqn.primitive.name == "scan"]
+    dtypes = [var.aval.dtype for var in loop.outvars]
+    assert dtypes == [jnp.float32, *[LOW[device]] * 3]
+
+
 STATES = {
     "hidden_state": lambda c, row, w: jnp.tanh(c @ w + row @ w),
     "masked": lambda c, row, w: jnp.where(row > 0, jnp.tanh(row @ w), c),

@@ -26,7 +26,7 @@ from jamp._compat import checkpoint, settings
 from jamp._dtypes import FLOAT32, dtype_of, shape_of
 from jamp._emit.emitter import Arrays, Emitter, emits
 from jamp._equations import bind, content, nested, read_by
-from jamp._lowerings.hook import in_float32
+from jamp._lowerings.hook import with_own_primitive
 from jamp._plan.plan import Float32Call
 
 
@@ -58,7 +58,7 @@ def _run(action: Float32Call, *arrays: Any) -> list[Any]:
     for eqn in action.eqns:
         operands = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
         with user_context(eqn.source_info.traceback, name_stack=names), settings(eqn):
-            made = bind(in_float32(eqn), operands)
+            made = bind(with_own_primitive(eqn), operands)
             env.update(zip(eqn.outvars, made, strict=True))
             for var in filter(dtypes.__contains__, eqn.outvars):
                 narrow[var] = jax.lax.convert_element_type(env[var], dtypes[var])

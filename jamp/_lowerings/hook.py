@@ -36,7 +36,7 @@ def has_own_product(name: str, dtypes: Sequence[Any]) -> bool:
 def has_own_primitive(
     eqn: JaxprEqn, dtypes: Sequence[Any], given: Iterable[Any]
 ) -> bool:
-    """Whether a primitive of jamp's own is bound for 16 bits.
+    """Whether a primitive of jamp's own is bound, for what has or had 16 bits.
 
     Args:
       eqn: the equation.
@@ -53,7 +53,7 @@ def _own(dtypes: Sequence[Any]) -> Mapping[Primitive, Primitive]:
     return _OWN.get(dtypes[0], {}) if dtypes else {}
 
 
-def in_float32(eqn: JaxprEqn) -> JaxprEqn:
+def with_own_primitive(eqn: JaxprEqn) -> JaxprEqn:
     """An equation that runs in float32, with the primitive that is bound for it."""
     own = _OWN[_dtypes.FLOAT32].get(eqn.primitive)
     return eqn if own is None else eqn.replace(primitive=own)

@@ -1,4 +1,4 @@
-"""Primitives of jamp's own that are named like one of JAX's, and differ on CPUs."""
+"""Primitives of jamp's own under JAX's names, with other code or other derivatives."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jamp import _dtypes
 from jamp._dtypes import FLOAT32
 from jamp._plan.plan import Plan
-from jamp._plan.values import Traits, Value, Values
+from jamp._plan.values import Origin, Traits, Value, Values
 
 
 def settled_carry(
@@ -37,29 +37,55 @@ def _keep_sums(
 ) -> tuple[Plan, list[Any]]:
     """Keeps a loop's sum, as `total += x @ w`, in float32; its readers see 16 bits."""
     sums = [dtype if dtype in _dtypes.LOW_DTYPES else None for dtype in dtypes]
-    added = [False] * len(sums)
     while any(sums):
         kept = [FLOAT32 if low else own for low, own in zip(sums, dtypes, strict=True)]
-        marks = zip(carry_in(carry, kept), sums, added, strict=True)
-        trial = body([v.knowing(sums=low, added=adds) for v, low, adds in marks])
+        trial = body(
+            [
+                value.knowing(sums=low, origins=frozenset({Origin(place, False)}))
+                for place, (value, low) in enumerate(
+                    zip(carry_in(carry, kept), sums, strict=True)
+                )
+            ]
+        )
         found = [value.kept for value in trial.results[: len(carry)]]
-        if all(v.adds for v, low in zip(found, sums, strict=True) if low):
+        added = _added_to(found)
+        if all(place in added for place, low in enumerate(sums) if low):
             trial.results = [*found, *trial.results[len(carry) :]]
             return trial, kept
-        handed_on = [v.is_kept for v in found]
-        adds = [v.adds or known for v, known in zip(found, added, strict=True)]
-        if not all(v for v, low in zip(handed_on, sums, strict=True) if low):
-            sums, added = _where(handed_on, sums), [False] * len(sums)
-        elif adds != added:
-            # What the loop adds to may go on in the place of another.
-            added = adds
-        else:
-            sums, added = _where(adds, sums), [False] * len(sums)
+        # The others stay in 16 bits, and what they are added to may do so then.
+        sums = [low if place in added else None for place, low in enumerate(sums)]
     return inner, dtypes
 
 
-def _where(chosen: Sequence[bool], sums: Sequence[Any]) -> list[Any]:
-    return [low if is_sum else None for is_sum, low in zip(chosen, sums, strict=True)]
+def _added_to(carried: Values) -> set[int]:
+    """The places of sums: a loop adds to them, and to what it makes of them, for ever.
+
+    So it does to each of several that change places, but not to one that another sum is
+    copied to.
+    """
+    into = [value.traits.origins if value.is_kept else () for value in carried]
+    before = [_before(place, into) for place in range(len(into))]
+    steps = [
+        (origin.place, place)
+        for place, origins in enumerate(into)
+        for origin in origins
+        if origin.added
+    ]
+    return {
+        place
+        for place in range(len(into))
+        if any(place in before[a] and b in before[place] for a, b in steps)
+    }
+
+
+def _before(place: int, into: Sequence[Iterable[Origin]]) -> set[int]:
+    """The places from which a loop comes to one sooner or later, and itself."""
+    found, new = {place}, [place]
+    while new:
+        sources = {origin.place for origin in into[new.pop()]} - found
+        found |= sources
+        new += sources
+    return found
 
 
 def carry_in(carry: Values, dtypes: Sequence[Any]) -> list[Value]:
@@ -68,10 +94,18 @@ def carry_in(carry: Values, dtypes: Sequence[Any]) -> list[Value]:
     return [Value.of(value.aval, dtype, Traits(data=True)) for value, dtype in pairs]
 
 
-def carried_on(value: Value) -> Traits:
-    """What is known of what a loop carries when it has run."""
-    known = value.traits
-    return handed_on(value, sums=known.sums, added=known.added)
+def carried_on(carried: Values, carry: Values) -> list[Traits]:
+    """What is known of what a loop carries when it has run, and began with `carry`."""
+    into = [value.traits.origins for value in carried]
+
+    def origins(place: int) -> frozenset[Origin]:
+        first = (carry[start].traits.origins for start in _before(place, into))
+        return frozenset(Origin(at, True) for at, _ in frozenset().union(*first))
+
+    return [
+        handed_on(value, sums=value.traits.sums, origins=origins(place))
+        for place, value in enumerate(carried)
+    ]
 
 
 def handed_on(value: Value, **traits: Any) -> Traits:

@@ -242,7 +242,7 @@ def _cast_results(call: ListedCall, record: Record) -> None:
         settled = call.caster(record, eqn).cast(value, dtype, rounds=rounds)
         known = carried.get(var)
         if known and (value.dtype, dtype) == (FLOAT32, known.dtype):
-            settled = value.seen(settled, added=known.added)
+            settled = value.seen(settled, known.origins)
         if probability:
             settled = settled.knowing(probability=True, rounded=None)
         call.env.bind([var], [settled])

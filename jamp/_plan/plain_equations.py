@@ -151,7 +151,7 @@ def cast_and_bind(equation: Equation, dtypes: Dtypes) -> list[Value]:
     traced = tuple(map(_dtypes.dtype_of, eqn.invars))
     table = _is_table(eqn, operands, caster.options.policy)
     traits = _result_traits(equation, used)._replace(
-        table=table, sums=None, added=False
+        table=table, sums=None, origins=frozenset()
     )
     made = zip(eqn.outvars, result_dtypes(eqn, used, traced), strict=True)
     results = [Value.of(var.aval, dtype, traits) for var, dtype in made]
@@ -174,7 +174,7 @@ def cast_and_bind(equation: Equation, dtypes: Dtypes) -> list[Value]:
     carried = carried_sum(eqn, operands) if dtypes.results else None
     if carried and carried.dtype in dtypes.results:
         return [
-            wide.seen(narrow, added=carried.added) if narrow.low else narrow
+            wide.seen(narrow, carried.origins) if narrow.low else narrow
             for wide, narrow in zip(results, seen, strict=True)
         ]
     return seen

@@ -204,7 +204,8 @@ class Caster:
             return value.constant_in(dtype)
         if dtype in value.casts:
             return value.casts[dtype]
-        result = Value.of(value.aval, dtype, value.traits)
+        traits = value.traits._replace(sums=None, origins=frozenset())
+        result = Value.of(value.aval, dtype, traits)
         result.source = value if value.dtype == FLOAT32 else None
         share = self.options.cache_enabled
         narrows = dtype.itemsize < value.dtype.itemsize
@@ -237,7 +238,8 @@ class Equation(NamedTuple):
     def inner(
         self, program: Any, operands: Values, hoisted: Iterable[int] = ()
     ) -> Plan:
-        return self.plan_inner(closed(program), operands, self.context, hoisted)
+        given = [value.handed_over for value in operands]
+        return self.plan_inner(closed(program), given, self.context, hoisted)
 
     def as_traced(self, traits: Sequence[Traits] = ()) -> list[Value]:
         """Binds the equation as it is; something may be known of its results."""
@@ -290,12 +292,12 @@ class Equation(NamedTuple):
         if low is None or not value.is_kept:
             return value
         narrow = self.caster.cast(value, low, rounds=True)
-        return value.seen(narrow, added=value.traits.added)
+        return value.seen(narrow, value.traits.origins)
 
     def _results(self, dtypes: Iterable[Any], traits: Sequence[Traits]) -> list[Value]:
         known = traits or (Traits(data=True),) * len(self.eqn.outvars)
         return [
-            Value.of(var.aval, dtype, found)
+            Value.of(var.aval, dtype, found).handed_over
             for var, dtype, found in zip(self.eqn.outvars, dtypes, known, strict=True)
         ]
 

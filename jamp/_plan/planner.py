@@ -279,7 +279,7 @@ def _seen(value: Value, plan: Plan) -> Value:
     plan.changed = True
     narrow = Value.of(value.aval, value.traits.sums, value.traits)
     plan.actions.append(Cast((value,), (narrow,), None, rounds=True))
-    return value.seen(narrow, added=value.traits.added)
+    return value.seen(narrow, value.traits.origins)
 
 
 def user_ruling(scope: Scope) -> Ruling | None:

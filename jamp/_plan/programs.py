@@ -125,7 +125,7 @@ def plan_scan(equation: Equation) -> list[Value]:
     equation.plan.changed = True
     _note_casts(equation, inner, settled)
     extras = equation.extras(consts, inner)
-    traits = [*map(carried_on, inner.results[:num_carry])]
+    traits = carried_on(inner.results[:num_carry], carry)
     traits += map(handed_on, inner.results[num_carry:])
     carried = map(equation.caster.cast, carry, settled)
     return equation.add(
@@ -160,7 +160,7 @@ def plan_while(equation: Equation) -> list[Value]:
         [test, inner],
         settled,
         [*cond_consts, *body_consts, *carried, *extras],
-        [*map(carried_on, inner.results)],
+        carried_on(inner.results, carry),
     )
 
 
@@ -185,8 +185,10 @@ def plan_cond(equation: Equation) -> list[Value]:
     for options in zip(*(branch.results for branch in branches), strict=True):
         known = next((v for v in options if v.traits.probability), options[0])
         low = next(filter(None, (v.traits.sums for v in options)), None)
-        added = any(v.traits.added for v in options)
-        traits.append(handed_on(known, data=True, sums=low, added=added))
+        if not all(v.is_kept or v.low for v in options):
+            low = None  # A branch gives float32 of its own.
+        origins = frozenset().union(*(v.traits.origins for v in options))
+        traits.append(handed_on(known, data=True, sums=low, origins=origins))
     return equation.add(branches, dtypes, [index, *inputs], traits)
 
 
@@ -207,7 +209,7 @@ def plan_custom_call(equation: Equation) -> list[Value]:
     operands = equation.operands
     inner = equation.inner(program, operands)
     if any(value.traits.sums for value in operands):
-        # As logaddexp, it may add to a loop's sum, or hand it on, as relu.
+        # As logaddexp, it may add to a loop's sum, or hand on one that was added to.
         kept = [value.kept for value in operands]
         trial = equation.inner(program, kept)
         results = [value.kept for value in trial.results]

@@ -11,14 +11,14 @@ from jax.extend.core import JaxprEqn, Literal
 
 from jamp import _dtypes, _primitives
 from jamp._dtypes import DType, shape_of
-from jamp._plan.values import Value, Values
+from jamp._plan.values import Origin, Value, Values
 
 
 def reduces_fully(eqn: JaxprEqn, operands: Values) -> bool:
     """Whether an equation makes a scalar, which promotes nothing, of an array."""
     return (
         eqn.primitive.name in _primitives.REDUCTIONS
-        and not _dtypes.shape_of(eqn.outvars[0])
+        and not shape_of(eqn.outvars[0])
         and _dtypes.eligible(_dtypes.dtype_of(eqn.outvars[0]))
         and operands[0].ndim > 0
         and not operands[0].follows
@@ -26,7 +26,10 @@ def reduces_fully(eqn: JaxprEqn, operands: Values) -> bool:
 
 
 def adds_up(eqn: JaxprEqn, operands: Values) -> bool:
-    """Whether an equation, or its gradient, adds up values of the program."""
+    """Whether an equation, or its gradient, adds up values of the program.
+
+    So it does if it hands on what a loop adds up.
+    """
     name = eqn.primitive.name
     if carried_sum(eqn, operands):
         return True
@@ -35,7 +38,7 @@ def adds_up(eqn: JaxprEqn, operands: Values) -> bool:
         return operands[0].eligible and any(map(operator.gt, sizes, strides))
     if name not in _primitives.REPEATING:
         return name in _primitives.ADDING and any(v.eligible for v in operands)
-    size = math.prod(_dtypes.shape_of(eqn.outvars[0]))
+    size = math.prod(shape_of(eqn.outvars[0]))
     enlarges = name not in _primitives.ENLARGING or operands[0].aval.size != size
     return enlarges and operands[0].eligible and not operands[0].follows
 
@@ -44,7 +47,7 @@ class CarriedSum(NamedTuple):
     """A loop's sum, which an equation adds to or hands on."""
 
     dtype: DType  # which readers see of it
-    added: bool  # whether the loop has added to it
+    origins: frozenset[Origin]
 
 
 def carried_sum(eqn: JaxprEqn, operands: Values) -> CarriedSum | None:
@@ -73,7 +76,7 @@ def carried_through(
 
 def _sum_of(value: Value) -> CarriedSum | None:
     known = value.traits
-    return CarriedSum(known.sums, known.added) if known.sums else None
+    return CarriedSum(known.sums, known.origins) if known.sums else None
 
 
 def _carried(
@@ -85,4 +88,7 @@ def _carried(
     found = [operand for operand in operands if operand is not None]
     if not found or not (adds or name in _primitives.HANDING_ON):
         return None
-    return CarriedSum(found[0].dtype, adds or any(known.added for known in found))
+    origins = frozenset().union(*(known.origins for known in found))
+    if adds:
+        origins = frozenset(Origin(place, True) for place, _ in origins)
+    return CarriedSum(found[0].dtype, origins)

@@ -114,6 +114,13 @@ def held(numbers: Numbers, dtype: Any) -> Numbers | None:
     return _numbers(_rounded(found, dtype))
 
 
+class Origin(NamedTuple):
+    """Of what a loop carries, one that a sum comes from."""
+
+    place: int  # in the carry
+    added: bool  # whether the loop has added to it since
+
+
 class Traits(NamedTuple):
     """What is known of a value beside its dtype; hashable, so that it keys caches."""
 
@@ -130,9 +137,10 @@ class Traits(NamedTuple):
     probability: bool = False  # whether a sigmoid, a softmax or the like gave it
     rounded: DType | None = None  # the 16-bit dtype that such a probability has had
     table: bool = False  # whether it is made of iota and literals alone
-    # The 16-bit dtype that readers see of a loop's sum, which is kept in float32.
+    # The 16-bit dtype that readers see of a loop's sum, which is kept in float32; and
+    # which of what the loop carries it comes from.
     sums: DType | None = None
-    added: bool = False  # whether the loop has added to that sum
+    origins: frozenset[Origin] = frozenset()
 
 
 class Value:
@@ -183,8 +191,17 @@ class Value:
     def kept(self) -> Value:
         """What programs hand on: of a loop's sum the float32 that it is kept in."""
         known = self.traits
-        wide = self.casts.get(_dtypes.FLOAT32) if known.sums else None
-        return wide.knowing(sums=known.sums, added=known.added) if wide else self
+        if known.sums is None or self.is_kept:
+            return self
+        wide = self.casts[_dtypes.FLOAT32]
+        return wide.knowing(sums=known.sums, origins=known.origins)
+
+    @property
+    def handed_over(self) -> Value:
+        """What another program knows of it: of a sum's 16 bits, no sum."""
+        if self.traits.sums is None or self.is_kept:
+            return self
+        return self.knowing(sums=None, origins=frozenset())
 
     @property
     def is_kept(self) -> bool:
@@ -193,12 +210,13 @@ class Value:
     @property
     def adds(self) -> bool:
         """Whether it is a loop's sum, kept in float32, to which the loop has added."""
-        return self.is_kept and self.traits.added
+        return self.is_kept and any(origin.added for origin in self.traits.origins)
 
-    def seen(self, narrow: Value, *, added: bool) -> Value:
+    def seen(self, narrow: Value, origins: frozenset[Origin]) -> Value:
         """What readers see of a sum that is kept; those in float32 see the sum."""
-        narrow.casts[_dtypes.FLOAT32] = self.knowing(sums=None, added=False)
-        return narrow.knowing(sums=narrow.dtype, added=added)
+        plain = self.knowing(sums=None, origins=frozenset())
+        narrow.casts[_dtypes.FLOAT32] = plain
+        return narrow.knowing(sums=narrow.dtype, origins=origins)
 
     @property
     def ndim(self) -> int:
