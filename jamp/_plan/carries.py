@@ -39,12 +39,11 @@ def _keep_sums(
     sums = [dtype if dtype in _dtypes.LOW_DTYPES else None for dtype in dtypes]
     while any(sums):
         kept = [FLOAT32 if low else own for low, own in zip(sums, dtypes, strict=True)]
+        marks = enumerate(zip(carry_in(carry, kept), sums, strict=True))
         trial = body(
             [
                 value.knowing(sums=low, origins=frozenset({Origin(place, False)}))
-                for place, (value, low) in enumerate(
-                    zip(carry_in(carry, kept), sums, strict=True)
-                )
+                for place, (value, low) in marks
             ]
         )
         found = [value.kept for value in trial.results[: len(carry)]]
@@ -52,16 +51,16 @@ def _keep_sums(
         if all(place in added for place, low in enumerate(sums) if low):
             trial.results = [*found, *trial.results[len(carry) :]]
             return trial, kept
-        # The others stay in 16 bits, and what they are added to may do so then.
+        # The others stay in 16 bits, and may take with them what comes from them.
         sums = [low if place in added else None for place, low in enumerate(sums)]
     return inner, dtypes
 
 
 def _added_to(carried: Values) -> set[int]:
-    """The places of sums: a loop adds to them, and to what it makes of them, for ever.
+    """The places of sums: a loop comes back to them, and adds to them on its way.
 
-    So it does to each of several that change places, but not to one that another sum is
-    copied to.
+    It may do so by way of other places, as where two change places. One to which a sum
+    is copied, and that goes into none, is no sum itself.
     """
     into = [value.traits.origins if value.is_kept else () for value in carried]
     before = [_before(place, into) for place in range(len(into))]
