@@ -452,6 +452,29 @@ def test_a_loops_sum_is_narrowed_for_no_branch_and_no_cast_in_float32(device):
     assert [leaf.dtype for leaf in found] == [jnp.float32] * 2
 
 
+@jax.custom_jvp
+def ruled(c):
+    return jnp.sin(c)
+
+
+@ruled.defjvp
+def ruled_jvp(primals, tangents):
+    return ruled(*primals), tangents[0] * jax.jit(jnp.cos)(*primals)
+
+
+@each_device
+def test_a_rule_takes_the_16_bits_of_a_loops_sum(device):
+    x = values(LOW[device], (8, 4))
+
+    def loss(x):
+        h = x @ jnp.eye(4)
+        step = lambda c, r: (c + r, ruled(c + r))  # noqa: E731
+        return jnp.sum(lax.scan(step, h[0], h)[1].astype(jnp.float32))
+
+    found = jax.grad(jamp.autocast(loss, device_type=device))(x)
+    np.testing.assert_allclose(found, jax.grad(loss)(x), rtol=0.02)
+
+
 @each_device
 def test_what_sums_are_copied_to_stays_in_16_bits(device):
     def fn(x):

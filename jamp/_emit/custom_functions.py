@@ -240,7 +240,8 @@ def _decided_by(eqn: JaxprEqn) -> Hashable:
 
 def _inputs(action: Structural) -> list[Value]:
     """Values of a function's inputs inside its rule."""
-    return [Value(value.aval, value.traits) for value in action.operands]
+    operands = [value.handed_over for value in action.operands]
+    return [Value(value.aval, value.traits) for value in operands]
 
 
 def _zero_tangent(tangent: Any, symbolic: bool) -> Any:
