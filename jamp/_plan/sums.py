@@ -52,6 +52,8 @@ class CarriedSum(NamedTuple):
 
 def carried_sum(eqn: JaxprEqn, operands: Values) -> CarriedSum | None:
     """What an equation makes of a loop's sum, if that is one still."""
+    if not any(value.traits.sums for value in operands):
+        return None
     numbers = [value.follows or value.rank == 0 for value in operands]
     return _carried(eqn.primitive.name, map(_sum_of, operands), numbers)
 
