@@ -80,7 +80,7 @@ COLLECTIVES = _names(
     "all_gather all_gather_invariant all_to_all pbroadcast pmax pmin ppermute psum",
     "psum_invariant pvary reduce_scatter",
 )
-# Their operands need not agree in dtype.
+# Their operands need not agree in dtype: each result is of one of them.
 INDEPENDENT = COLLECTIVES | ORDERS | {"optimization_barrier"}
 # They cost next to nothing to compute again beside reading what they are computed from.
 CHEAP = (
@@ -129,9 +129,13 @@ EXACT = REARRANGING | _names(
 # What they make of a loop's sum is one still.
 HANDING_ON = (
     (EXACT - _names("custom_jvp_call jit sign"))
+    | (MOVEMENT - {"convert_element_type"})
+    | (COLLECTIVES - ADDING)
     | EXTREMES
     | _names("approx_top_k sort top_k")
 )
+# Each result is what they make of one operand, and adds up nothing.
+EACH_BY_ITSELF = INDEPENDENT - CARRYING - REPEATING
 # Their backward pass needs nothing of their operands.
 LINEAR = REARRANGING | _names("add add_any convert_element_type reduce_sum sub")
 # They run in no other dtypes than those that they stand in.

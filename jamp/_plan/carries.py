@@ -11,8 +11,14 @@ from jamp._plan.plan import Plan
 from jamp._plan.values import Origin, Traits, Value, Values
 
 
+def depth_of(operands: Values) -> int:
+    """How many loops stand around one whose operands are sums of these."""
+    loops = (origin.loop for v in operands for origin in v.traits.origins)
+    return max(loops, default=-1) + 1
+
+
 def settled_carry(
-    carry: Values, body: Callable[[Values], Plan]
+    carry: Values, body: Callable[[Values], Plan], depth: int
 ) -> tuple[Plan, list[Any], bool]:
     """Finds the dtypes at which a loop's carry stays what it is; whether it changes.
 
@@ -27,13 +33,17 @@ def settled_carry(
         if after in seen[:-1] or len(seen) > len(carry) + 1:
             after = [meet(options) for options in zip(dtypes, after, strict=True)]
         if after == dtypes:
-            inner, dtypes = _keep_sums(carry, body, inner, dtypes)
+            inner, dtypes = _keep_sums(carry, body, inner, dtypes, depth)
             return inner, dtypes, dtypes != seen[0]
         seen.append(after)
 
 
 def _keep_sums(
-    carry: Values, body: Callable[[Values], Plan], inner: Plan, dtypes: list[Any]
+    carry: Values,
+    body: Callable[[Values], Plan],
+    inner: Plan,
+    dtypes: list[Any],
+    depth: int,
 ) -> tuple[Plan, list[Any]]:
     """Keeps a loop's sum, as `total += x @ w`, in float32; its readers see 16 bits."""
     sums = [dtype if dtype in _dtypes.LOW_DTYPES else None for dtype in dtypes]
@@ -42,12 +52,14 @@ def _keep_sums(
         marks = enumerate(zip(carry_in(carry, kept), sums, strict=True))
         trial = body(
             [
-                value.knowing(sums=low, origins=frozenset({Origin(place, False)}))
+                value.knowing(
+                    sums=low, origins=frozenset({Origin(depth, place, False)})
+                )
                 for place, (value, low) in marks
             ]
         )
         found = [value.kept for value in trial.results[: len(carry)]]
-        added = _added_to(found)
+        added = _added_to(found, depth)
         if all(place in added for place, low in enumerate(sums) if low):
             trial.results = [*found, *trial.results[len(carry) :]]
             return trial, kept
@@ -56,13 +68,14 @@ def _keep_sums(
     return inner, dtypes
 
 
-def _added_to(carried: Values) -> set[int]:
+def _added_to(carried: Values, depth: int) -> set[int]:
     """The places of sums: a loop comes back to them, and adds to them on its way.
 
     It may do so by way of other places, as where two change places. One to which a sum
-    is copied, and that goes into none, is no sum itself.
+    is copied, and that goes into none, is no sum itself, but one of a loop around this
+    one may come out of it there.
     """
-    into = [value.traits.origins if value.is_kept else () for value in carried]
+    into = [_own(value, depth) if value.is_kept else [] for value in carried]
     before = [_before(place, into) for place in range(len(into))]
     steps = [
         (origin.place, place)
@@ -72,9 +85,19 @@ def _added_to(carried: Values) -> set[int]:
     ]
     return {
         place
-        for place in range(len(into))
-        if any(place in before[a] and b in before[place] for a, b in steps)
+        for place, value in enumerate(carried)
+        if (value.is_kept and _of_others(value, depth))
+        or any(place in before[a] and b in before[place] for a, b in steps)
     }
+
+
+def _own(value: Value, depth: int) -> list[Origin]:
+    """Which of a loop's own carry a value comes from, and not of one around it."""
+    return [origin for origin in value.traits.origins if origin.loop == depth]
+
+
+def _of_others(value: Value, depth: int) -> frozenset[Origin]:
+    return value.traits.origins.difference(_own(value, depth))
 
 
 def _before(place: int, into: Sequence[Iterable[Origin]]) -> set[int]:
@@ -93,17 +116,24 @@ def carry_in(carry: Values, dtypes: Sequence[Any]) -> list[Value]:
     return [Value.of(value.aval, dtype, Traits(data=True)) for value, dtype in pairs]
 
 
-def carried_on(carried: Values, carry: Values) -> list[Traits]:
-    """What is known of what a loop carries when it has run, and began with `carry`."""
-    into = [value.traits.origins for value in carried]
+def left_by(results: Values, carry: Values, depth: int) -> list[Traits]:
+    """What is known of a loop's results when it has run, and began with `carry`.
 
-    def origins(place: int) -> frozenset[Origin]:
-        first = (carry[start].traits.origins for start in _before(place, into))
-        return frozenset(Origin(at, True) for at, _ in frozenset().union(*first))
+    After what it carries these are stacks of what its iterations leave.
+    """
+    into = [_own(value, depth) for value in results[: len(carry)]]
+
+    def origins(place: int, value: Value) -> frozenset[Origin]:
+        own = [place] if place < len(carry) else [o.place for o in _own(value, depth)]
+        before = set[int]().union(*(_before(start, into) for start in own))
+        first = [carry[start].traits.origins for start in before]
+        later = [_of_others(results[start], depth) for start in before]
+        through = frozenset[Origin]().union(*first, *later)
+        return _of_others(value, depth).union(o._replace(added=True) for o in through)
 
     return [
-        handed_on(value, sums=value.traits.sums, origins=origins(place))
-        for place, value in enumerate(carried)
+        handed_on(value, sums=value.traits.sums, origins=origins(place, value))
+        for place, value in enumerate(results)
     ]
 
 

@@ -17,7 +17,7 @@ from jamp._lowerings.hook import has_own_primitive, has_own_product
 from jamp._plan.biases import free_dims, moved, product_and_bias
 from jamp._plan.plan import Bind, Broadcast, Equation
 from jamp._plan.records import Origin, Ruling
-from jamp._plan.sums import adds_up, carried_sum, reduces_fully
+from jamp._plan.sums import adds_up, carried_sums, reduces_fully
 from jamp._plan.values import (
     BOOLEAN,
     Traits,
@@ -55,6 +55,8 @@ def choose(rule: Rule, eqn: JaxprEqn, operands: Values, low: DType) -> Dtypes:
         if not adds_up(eqn, operands):
             return found
         # In float32, so that what is added up is rounded once.
+        if eqn.primitive.name in _primitives.EACH_BY_ITSELF:
+            floating = tuple([FLOAT32 if v.traits.sums else None for v in operands])
         used = [dtype for dtype in found.operands if dtype is not None]
         rounded = found.results
         if used and not rounded:
@@ -171,13 +173,13 @@ def cast_and_bind(equation: Equation, dtypes: Dtypes) -> list[Value]:
         caster.cast(value, dtype, rounds=True) if dtype and value.eligible else value
         for value, dtype in zip(results, targets, strict=True)
     ]
-    carried = carried_sum(eqn, operands) if dtypes.results else None
-    if carried and carried.dtype in dtypes.results:
-        return [
-            wide.seen(narrow, carried.origins) if narrow.low else narrow
-            for wide, narrow in zip(results, seen, strict=True)
-        ]
-    return seen
+    if not dtypes.results:
+        return seen
+    carried = carried_sums(eqn, operands)
+    return [
+        wide.seen(narrow, found.origins) if found and found.dtype == to else narrow
+        for wide, narrow, found, to in zip(results, seen, carried, targets, strict=True)
+    ]
 
 
 def _weights(equation: Equation, used: Sequence[Any]) -> dict[int, Value]:

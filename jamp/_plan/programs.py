@@ -5,8 +5,9 @@ is traced, planned and run by `jamp._emit.custom_functions` when it is different
 batched: not before, because a function need not have one that works.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -16,13 +17,20 @@ from jamp import _dtypes, _primitives
 from jamp._compat import is_plain_array, scan_counts, settings
 from jamp._dtypes import FLOAT32
 from jamp._equations import closed, constants, nested
-from jamp._plan.carries import carried_on, carry_in, handed_on, meet, settled_carry
+from jamp._plan.carries import (
+    carry_in,
+    depth_of,
+    handed_on,
+    left_by,
+    meet,
+    settled_carry,
+)
 from jamp._plan.derivative_rules import trace_jvp, trace_rules
 from jamp._plan.listed_calls import runs_in_float32
 from jamp._plan.plain_equations import plan_as_traced, plan_plain
 from jamp._plan.plan import Cast, Equation, Float32Call, Plan, Structural
 from jamp._plan.records import Conversion, with_inner
-from jamp._plan.values import Value, Values
+from jamp._plan.values import Traits, Value, Values
 from jamp._policy.rules import Rule
 from jamp._tracing.casts import is_kept_cast, make_jaxpr
 from jamp._tracing.regions import holds_region
@@ -74,18 +82,31 @@ def plan_call(equation: Equation) -> list[Value]:
 @structural("shard_map")
 def plan_shard_map(equation: Equation) -> list[Value]:
     program = closed(equation.eqn.params["jaxpr"])
-    inner = equation.inner(program, _parts(program.in_avals, equation.operands))
+    operands = [value.kept for value in equation.operands]
+    inner = equation.inner(program, _parts(program.in_avals, operands))
+    inner.results = [value.kept for value in inner.results]
     equation.note(inner)
     if not inner.changed:
         return equation.as_traced()
-    return equation.add([inner], inner.dtypes)
+    traits = [v.traits for v in _parts(program.out_avals, inner.results)]
+    return equation.add([inner], inner.dtypes, operands, traits)
 
 
 def _parts(avals: Iterable[Any], values: Values) -> list[Value]:
     """Parts of arrays, of which less is known."""
+    given = [value.handed_over for value in values]
     return [
-        Value.of(aval, value.dtype, handed_on(value, data=value.traits.data))
-        for aval, value in zip(avals, values, strict=True)
+        Value.of(
+            aval,
+            value.dtype,
+            handed_on(
+                value,
+                data=value.traits.data,
+                sums=value.traits.sums,
+                origins=value.traits.origins,
+            ),
+        )
+        for aval, value in zip(avals, given, strict=True)
     ]
 
 
@@ -93,7 +114,8 @@ def _parts(avals: Iterable[Any], values: Values) -> list[Value]:
 def plan_all_gather(equation: Equation) -> list[Value]:
     """Plans a gather over devices; its emission has gradients added up in float32."""
     (value,), rule = equation.operands, equation.caster.record.ruling.rule
-    if equation.context.linear or not value.low or rule is not Rule.PROMOTE:
+    summed = value.traits.sums is not None
+    if equation.context.linear or summed or not value.low or rule is not Rule.PROMOTE:
         return plan_plain(equation)
     equation.note()
     equation.plan.changed = True
@@ -105,8 +127,10 @@ def plan_scan(equation: Equation) -> list[Value]:
     """Plans a scan; casts of what its iterations share stand outside it."""
     params, operands = equation.eqn.params, equation.operands
     num_consts, num_carry = scan_counts(params)
-    consts, carry = operands[:num_consts], operands[num_consts:][:num_carry]
-    slices = operands[num_consts + num_carry :]
+    carry = operands[num_consts:][:num_carry]
+    consts = [value.kept for value in operands[:num_consts]]
+    slices = [value.kept for value in operands[num_consts + num_carry :]]
+    depth = depth_of(operands)
     sliced = _parts(params["jaxpr"].in_avals[num_consts + num_carry :], slices)
     # A cast that is made elsewhere has no transpose.
     hoisted = range(0 if equation.context.linear else num_consts)
@@ -115,7 +139,9 @@ def plan_scan(equation: Equation) -> list[Value]:
         inputs = [*consts, *carried, *sliced]
         return equation.inner(params["jaxpr"], inputs, hoisted=hoisted)
 
-    inner, settled, changed = settled_carry(carry, body)
+    inner, settled, changed = settled_carry(carry, body, depth)
+    traits = left_by(inner.results, carry, depth)
+    inner = _with_sums(inner, num_carry, traits)
     equation.note(inner)
     # Its emission has their gradients added up in float32.
     rewrites = equation.caster.record.ruling.rule is not Rule.AS_TRACED
@@ -125,8 +151,6 @@ def plan_scan(equation: Equation) -> list[Value]:
     equation.plan.changed = True
     _note_casts(equation, inner, settled)
     extras = equation.extras(consts, inner)
-    traits = carried_on(inner.results[:num_carry], carry)
-    traits += map(handed_on, inner.results[num_carry:])
     carried = map(equation.caster.cast, carry, settled)
     return equation.add(
         [inner],
@@ -136,18 +160,26 @@ def plan_scan(equation: Equation) -> list[Value]:
     )
 
 
+def _with_sums(inner: Plan, num_carry: int, traits: Sequence[Traits]) -> Plan:
+    """A loop's plan that leaves stacks of an outer loop's sums as they are kept."""
+    stacks = zip(inner.results[num_carry:], traits[num_carry:], strict=True)
+    kept = [value.kept if known.origins else value for value, known in stacks]
+    return replace(inner, results=[*inner.results[:num_carry], *kept])
+
+
 @structural("while")
 def plan_while(equation: Equation) -> list[Value]:
     params, operands = equation.eqn.params, equation.operands
     num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
     cond_consts, rest = operands[:num_cond], operands[num_cond:]
-    body_consts, carry = rest[:num_body], rest[num_body:]
+    body_consts, carry = [value.kept for value in rest[:num_body]], rest[num_body:]
+    depth = depth_of(operands)
 
     def body(carried: Values) -> Plan:
         inputs = [*body_consts, *carried]
         return equation.inner(params["body_jaxpr"], inputs, hoisted=range(num_body))
 
-    inner, settled, changed = settled_carry(carry, body)
+    inner, settled, changed = settled_carry(carry, body, depth)
     inputs = [*cond_consts, *carry_in(carry, settled)]
     test = equation.inner(params["cond_jaxpr"], inputs)
     equation.note(test, inner)
@@ -160,7 +192,7 @@ def plan_while(equation: Equation) -> list[Value]:
         [test, inner],
         settled,
         [*cond_consts, *body_consts, *carried, *extras],
-        carried_on(inner.results, carry),
+        left_by(inner.results, carry, depth),
     )
 
 

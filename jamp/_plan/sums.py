@@ -31,7 +31,7 @@ def adds_up(eqn: JaxprEqn, operands: Values) -> bool:
     So it does if it hands on what a loop adds up.
     """
     name = eqn.primitive.name
-    if carried_sum(eqn, operands):
+    if any(carried_sums(eqn, operands)):
         return True
     if name in _primitives.POOLS:
         sizes, strides = eqn.params["window_dimensions"], eqn.params["window_strides"]
@@ -50,12 +50,20 @@ class CarriedSum(NamedTuple):
     origins: frozenset[Origin]
 
 
-def carried_sum(eqn: JaxprEqn, operands: Values) -> CarriedSum | None:
-    """What an equation makes of a loop's sum, if that is one still."""
+def carried_sums(eqn: JaxprEqn, operands: Values) -> list[CarriedSum | None]:
+    """Which of an equation's results are a loop's sum still, and which."""
+    name, count = eqn.primitive.name, len(eqn.outvars)
     if not any(value.traits.sums for value in operands):
-        return None
+        return [None] * count
     numbers = [value.follows or value.rank == 0 for value in operands]
-    return _carried(eqn.primitive.name, map(_sum_of, operands), numbers)
+    found = list(map(_sum_of, operands))
+    if name not in _primitives.INDEPENDENT:
+        return [_carried(name, found, numbers)] * count
+    of_one = [
+        _carried(name, [one], [number])
+        for one, number in zip(found, numbers, strict=True)
+    ]
+    return [*of_one, *[None] * count][:count]
 
 
 def carried_through(
@@ -92,5 +100,5 @@ def _carried(
         return None
     origins = frozenset().union(*(known.origins for known in found))
     if adds:
-        origins = frozenset(Origin(place, True) for place, _ in origins)
+        origins = frozenset(origin._replace(added=True) for origin in origins)
     return CarriedSum(found[0].dtype, origins)

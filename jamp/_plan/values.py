@@ -117,6 +117,7 @@ def held(numbers: Numbers, dtype: Any) -> Numbers | None:
 class Origin(NamedTuple):
     """Of what a loop carries, one that a sum comes from."""
 
+    loop: int  # which of those that it stands in, from the outermost
     place: int  # in the carry
     added: bool  # whether the loop has added to it since
 
