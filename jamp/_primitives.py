@@ -81,7 +81,7 @@ COLLECTIVES = _names(
     "psum_invariant pvary reduce_scatter",
 )
 # Their operands need not agree in dtype: each result is of one of them.
-INDEPENDENT = COLLECTIVES | ORDERS | {"optimization_barrier"}
+INDEPENDENT = COLLECTIVES | ORDERS | _names("device_put optimization_barrier")
 # They cost next to nothing to compute again beside reading what they are computed from.
 CHEAP = (
     TRANSCENDENTAL
@@ -132,7 +132,7 @@ HANDING_ON = (
     | (MOVEMENT - {"convert_element_type"})
     | (COLLECTIVES - ADDING)
     | EXTREMES
-    | _names("approx_top_k sort top_k")
+    | _names("approx_top_k device_put sort top_k")
 )
 # Each result is what they make of one operand, and adds up nothing.
 EACH_BY_ITSELF = INDEPENDENT - CARRYING - REPEATING

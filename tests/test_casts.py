@@ -330,6 +330,12 @@ def test_operands_meet_at_the_widest_dtype(fn):
     )
 
 
+@pytest.mark.parametrize("fn", [jax.device_put, jax.lax.optimization_barrier])
+def test_what_only_passes_side_by_side_keeps_its_dtype(fn):
+    program = traced(gpu(lambda x: fn((x @ x, x))), x44)
+    assert [aval.dtype for aval in program.out_avals] == [jnp.float16, jnp.float32]
+
+
 def test_low_and_other_low_meet_at_float32():
     fn = gpu(lambda x: (x @ x) + (x @ x).astype(jnp.bfloat16))
     assert fn(x44).dtype == jnp.float32

@@ -124,6 +124,7 @@ RECURRENCES = {
     "top_k": lambda c, x: lax.top_k(c, 4)[0] + x[0],
     "set": lambda c, x: c.at[1:].set(c[:-1] + x[0, 1:]),
     "named": lambda c, x: checkpoint_name(c + x[0], "sum"),
+    "put": lambda c, x: jax.device_put((x, c + x[0]))[1],
     "barrier": lambda c, x: lax.optimization_barrier((x, c + x[0]))[1],
     "on devices": on_devices,
     "map": lambda c, x: lax.map(sum, (c, x[0])),

@@ -259,7 +259,7 @@ def _result_traits(equation: Equation, used: Sequence[Any]) -> Traits:
     unsafe = caster.options.policy.unsafe
     if name in _primitives.PROBABILITIES or any(name in u.of for u in unsafe):
         return Traits(data=data, probability=True)
-    if name in _primitives.MOVEMENT and floats:
+    if name in _primitives.MOVEMENT and floats and len(operands) == 1:
         source = floats[0].traits
         return source._replace(
             numbers=numbers,

@@ -318,6 +318,7 @@ CONSTRUCTS = (
         "optimization_barrier",
         lambda x, w: lax.optimization_barrier((x @ w, x))[0] @ w,
     ),
+    Construct("device_put", lambda x, w: jax.device_put((x @ w, x))[0] @ w),
     Construct("reduce", reduced_by_a_function),
     Construct("scatter", scattered),
     Construct("dynamic_slice", sliced),
