@@ -9,6 +9,7 @@ from jax.scipy import special
 from jaxprs import equations, traced
 
 import jamp
+from jamp._plan.unrounded import groups
 
 POLICIES = {"gpu": jnp.float16, "cpu": jnp.bfloat16}
 both_policies = pytest.mark.parametrize("device", POLICIES)
@@ -218,6 +219,26 @@ ORDERS = {
     "argsort": lambda x: [jnp.argsort(x)],
     "sort": lambda x: jax.lax.sort([x, jax.lax.iota(int, x.size)], num_keys=1)[::-1],
 }
+
+
+def test_a_long_chain_is_planned_in_time_proportional_to_its_length(monkeypatch):
+    added = []
+    add = groups.Group.add
+
+    def counted(group, eqns, *rest):
+        added.extend(eqns)
+        add(group, eqns, *rest)
+
+    def fn(x):
+        h = x @ x
+        for _ in range(100):
+            h = h * 1.01 + jnp.sin(h) * 0.1 - h.mean()
+        return h.sum()
+
+    monkeypatch.setattr(groups.Group, "add", counted)
+    program = traced(fn, jnp.ones((4, 4)))
+    traced(jamp.autocast(fn, device_type="cpu"), jnp.ones((4, 4)))
+    assert len(program.eqns) / 2 < len(added) < len(program.eqns) * 2
 
 
 @both_policies

@@ -60,7 +60,7 @@ class Group:
         self.made.update({value.number: (var, value) for var, value in made})
 
     def absorb(self, group: Group) -> None:
-        """Adds another group, which reads nothing of this one."""
+        """Adds another group; neither reads what the other makes."""
         self.add(group.eqns, [*group.inputs.values()], [*group.made.values()])
         self.narrowed.update(group.narrowed)
 
@@ -119,13 +119,35 @@ class Groups:
                     found.grows = False
                     yield found
 
-    def add(self, group: Group, numbers: Iterable[int]) -> None:
-        """Adds a group that reads some values, after it joined others."""
-        self.read(numbers)
-        self._making.update(dict.fromkeys(group.made, group))
-        rounded = [cast.results[0].number for cast in group.narrowed.values()]
+    def merged(self, group: Group, joined: Sequence[Group]) -> Group:
+        """A group with those that it joins, before it has equations of its own.
+
+        The largest takes in the others: a chain would be copied at each of its links.
+        """
+        grown = max(joined, key=lambda found: len(found.eqns), default=group)
+        for found in (found for found in joined if found is not grown):
+            grown.absorb(found)
+            self._note(grown, found.made, found.inputs.values(), found.narrowed)
+        grown.caster, grown.grows = group.caster, group.grows
+        grown.narrowed.update(group.narrowed)
+        return grown
+
+    def add(self, group: Group, read: Bound, made: Bound) -> None:
+        """Adds a group that by now reads some values and makes others."""
+        numbers = [value.number for _, value in made]
+        self._note(group, numbers, read, filter(group.narrowed.__contains__, numbers))
+
+    def _note(
+        self,
+        group: Group,
+        made: Iterable[int],
+        read: Iterable[tuple[Var, Value]],
+        narrowed: Iterable[int],
+    ) -> None:
+        self._making.update(dict.fromkeys(made, group))
+        rounded = (group.narrowed[number].results[0].number for number in narrowed)
         self._rounding.update(dict.fromkeys(rounded, group))
-        lows = [number for number, (_, value) in group.inputs.items() if value.low]
+        lows = (value.number for _, value in read if value.low)
         self._taking.update(dict.fromkeys(lows, group))
 
     def round(self, value: Value, cast: Cast) -> bool:

@@ -301,11 +301,13 @@ class _Writer:
     ) -> None:
         """Adds a group of equations, in place of those that it joins."""
         numbers = [value.number for _, value in read]
-        for found in self._groups.joined(group, numbers, shares) if joins else ():
+        joined = [*self._groups.joined(group, numbers, shares)] if joins else []
+        for found in joined:
             del self._items[found]
-            group.absorb(found)
+        self._groups.read(numbers)
+        group = self._groups.merged(group, joined)
         group.add(eqns, read, made)
-        self._groups.add(group, numbers)
+        self._groups.add(group, read, made)
         self._items[group] = None
 
     def _cast(self, action: Cast) -> None:
