@@ -276,6 +276,21 @@ def test_what_lies_side_by_side_needs_no_slices(name, monkeypatch):
 
 
 @pytest.mark.usefixtures("amx")
+def test_pictures_with_features_first_are_transposed_and_not_their_patches():
+    x, w = jnp.ones((4, 16, 16, 16)), jnp.ones((64, 16, 3, 3))
+
+    def loss(w, x):
+        return jnp.sum(lax.conv(x, w, (1, 1), "SAME").astype(jnp.float32))
+
+    text = jax.jit(jax.value_and_grad(cast(loss))).lower(w, x).as_text()
+    products = re.findall(r"dot_general .*: \(tensor<(.*)xbf16>, tensor<(.*)xbf", text)
+    assert products == [
+        ("4x16x16x144", "144x64"),
+        ("4x16x16x64", "4x16x16x9x16"),
+    ]
+
+
+@pytest.mark.usefixtures("amx")
 def test_training_a_convolution_takes_less_memory_than_in_float32(monkeypatch):
     """No float32 copy of the pictures that patches are taken from, in particular."""
     monkeypatch.setattr(patches, "_MOST_BYTES", 2**20)

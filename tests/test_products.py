@@ -145,6 +145,28 @@ def test_stacks_are_multiplied_in_the_order_that_moves_fewer_numbers(
         assert_equal_derivatives(fn, x, y)
 
 
+# Of single matrices XLA transposes the left one for instructions, the right one never.
+ALONE = {
+    "a larger left one": ("ka,kb->ab", (64, 32), (64, 8), ["64x8", "64x32"]),
+    "a smaller left one": ("ka,kb->ab", (64, 8), (64, 32), ["64x8", "64x32"]),
+    "a larger result": ("ka,kb->ab", (8, 32), (8, 16), ["8x32", "8x16"]),
+    "rows": ("ak,bk->ab", (64, 8), (32, 8), ["64x8", "32x8"]),
+    "several summed": ("mna,mnb->ab", (8, 8, 32), (8, 8, 4), ["8x8x4", "8x8x32"]),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_the_smaller_of_two_matrices_is_transposed(name, tmp_path):
+    subscripts, left, right, operands = ALONE[name]
+    x, y = (jax.device_put(integers(i, shape)) for i, shape in enumerate((left, right)))
+    low = x.astype(jnp.bfloat16), y.astype(jnp.bfloat16)
+    fn = functools.partial(jnp.einsum, subscripts)
+    with processor_with("amx_bf16", tmp_path):
+        taken = operands_of_product(cast(fn), *low)
+        assert re.findall(r"([\dx]+?)(?:x1)?xbf", taken) == operands
+        assert_equal_derivatives(fn, x, y)
+
+
 @pytest.mark.parametrize("processor", ["amx_bf16", "avx512_bf16"])
 @pytest.mark.parametrize(
     "subscripts", ["nhd,hde->nhe", "hqk,khd->qhd", "hab,hbc->cha", "hab,hbc->ahc"]

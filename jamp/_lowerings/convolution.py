@@ -31,6 +31,7 @@ from jamp._lowerings.patches import (
     by_windows,
     from_bits,
     merged,
+    ordered,
     rounded,
 )
 from jamp._lowerings.processor import this_processor
@@ -41,6 +42,9 @@ from jamp._lowerings.tiles import has_tiles, into_tiles, makes_tiles, of_tiles
 # and if they have so many input features.
 _LEAST_REUSED, _LEAST_REUSED_WITH_AMX = 256, 64
 _LEAST_FEATURES = 8
+# With AMX, fewer suffice for the gradient of weights if patches have so many elements
+# that XLA's own leave the cache.
+_LEAST_OF_MANY, _MANY = 32, 2**23
 _MOST_SLICES = 64
 # So are patches of so many elements that XLA needs no slices for.
 _LEAST_IN_TILES = 128
@@ -80,7 +84,7 @@ def _convolved(lhs: Any, rhs: Any, shape: Shape, to: DType, wide: Any) -> Any:
     if of_weights and is_gradient_of_depthwise(lhs, rhs, shape):
         return gradient_of_depthwise(wide, rhs, shape, outs, to)
     in_groups = shape.feature_group_count > 1 or shape.batch_group_count > 1
-    worth = places and not in_groups and _are_worth(rhs, shape, window, places)
+    worth = places and not in_groups and _are_worth(lhs, rhs, shape, places)
     by_window = window <= places and not of_weights
     if not in_groups and has_tiles(rhs, shape, outs):
         reused, into = (rhs.shape[d] for d in shape.dimension_numbers.rhs_spec[:2])
@@ -97,21 +101,36 @@ def _convolved(lhs: Any, rhs: Any, shape: Shape, to: DType, wide: Any) -> Any:
         # padded in two ways. Where it moves 16 bits as float32, it rounds them all
         # anyway.
         pictures = rounded(wide) if CONVERTS_STACKS else wide
+    lhs_spec, rhs_spec, out_spec = shape.dimension_numbers
+    (batch, feature, *spatial), (out, into, *window) = lhs_spec, rhs_spec
+    # Patches, and what adds up in them, would take longer to transpose than pictures.
+    if by_window:
+        pictures, lhs_spec = ordered(pictures, lhs_spec, (batch, *spatial, feature))
+    else:
+        pictures, lhs_spec = ordered(pictures, lhs_spec, (feature, *spatial, batch))
+        moved, rhs_spec = ordered(rhs, rhs_spec, (into, *window, out))
+        rhs = from_bits(moved)
+    numbers = lax.ConvDimensionNumbers(lhs_spec, rhs_spec, out_spec)
     convolve = by_windows if by_window else by_places
-    return convolve(pictures, rhs, shape, outs, to)
+    numbered = shape._replace(dimension_numbers=numbers)
+    return convolve(pictures, rhs, numbered, outs, to)
 
 
-def _are_worth(rhs: Any, shape: Shape, window: int, places: int) -> bool:
+def _are_worth(lhs: Any, rhs: Any, shape: Shape, places: int) -> bool:
     """Whether patches are worth their time."""
+    window = math.prod(rhs.shape[d] for d in shape.dimension_numbers.rhs_spec[2:])
     by_window = window <= places
     strided = not by_window and math.prod(shape.rhs_dilation) > 1
     reused, into = (rhs.shape[d] for d in shape.dimension_numbers.rhs_spec[:2])
+    count = min(window, places)
+    least = _LEAST_REUSED
+    if this_processor().has_amx:
+        features = lhs.shape[shape.dimension_numbers.lhs_spec[0]]
+        many = features >= _LEAST_OF_MANY and count * lhs.size >= _MANY
+        least = _LEAST_OF_MANY if many and not by_window else _LEAST_REUSED_WITH_AMX
     # Slices of few features take longer to stack than the convolution.
     long = not by_window or into >= _LEAST_FEATURES
-    count = min(window, places)
-    worth = long and reused >= (
-        _LEAST_REUSED_WITH_AMX if this_processor().has_amx else _LEAST_REUSED
-    )
+    worth = long and reused >= least
     return count == 1 or (count <= _MOST_SLICES and (strided or worth))
 
 

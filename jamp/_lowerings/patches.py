@@ -70,6 +70,16 @@ def arranged(result: Any, places: Sequence[int], out_spec: Sequence[int]) -> Any
     return lax.transpose(result, order)
 
 
+def ordered(
+    array: Any, spec: Sequence[int], order: Sequence[int]
+) -> tuple[Any, Sequence[int]]:
+    """An array with its dimensions in an order, and where those of `spec` are then."""
+    if [*order] == sorted(order):
+        return array, spec
+    moved = lax.transpose(rounded(array), order)
+    return moved, [order.index(d) for d in spec]
+
+
 class Steps(NamedTuple):
     """What a spatial dimension is sliced into, one slice for each place in the window.
 

@@ -25,6 +25,8 @@ _UNCAST_ROWS = 8
 # With more rows, or a smaller matrix, float32 is worth the casts of the operands.
 _FEW_ROWS = 32
 _LARGE = 2**20
+# To read a number of float32 across takes as long as to move so many of 16 bits.
+_ACROSS = 4
 # Of stacks of matrices with fewer multiplications in each, XLA makes loops up to JAX
 # 0.11.0.
 _LOOPED_BELOW = 2**9
@@ -199,18 +201,19 @@ def _in_two_rows(left: _Factor, right: _Factor, to: DType, *, one_more: bool) ->
         multiply = partial(
             _by_instructions, to=to, out_sharding=None, one_more=one_more
         )
-        return _in_best_order(left, right, multiply)
+        return _in_best_order(left, right, multiply, fast=True)
     row, matrix = (left, right) if single[0] else (right, left)
     result = _row_by_matrix(row, matrix, to)
     at = len(row.batch) if single[0] else result.ndim
     return lax.expand_dims(result, range(at, at + len(row.free)))
 
 
-def _in_best_order(left: _Factor, right: _Factor, multiply: Callable[..., Any]) -> Any:
+def _in_best_order(
+    left: _Factor, right: _Factor, multiply: Callable[..., Any], *, fast: bool = False
+) -> Any:
     """A product with its operands swapped, if that moves fewer numbers.
 
-    XLA has no fast path for stacks of matrices in which the contracted dimension is not
-    the last of the left operand and the first of the right: it transposes these.
+    The result is moved then, or what reads that of a single product reads it across.
     """
 
     def product(left: _Factor, right: _Factor) -> Any:
@@ -219,13 +222,29 @@ def _in_best_order(left: _Factor, right: _Factor, multiply: Callable[..., Any]) 
 
     batches = len(left.batch)
     size = _size(left.array, left.batch) * left.rows * right.rows
-    swapped = right.moved_on_the_left + left.moved_on_the_right + size
-    if not batches or swapped >= left.moved_on_the_left + right.moved_on_the_right:
+    swapped = _moved(right, left, fast=fast) + (size if batches else _ACROSS * size)
+    if swapped >= _moved(left, right, fast=fast):
         return product(left, right)
     result = product(right, left)
     first = batches + len(right.free)
     order = [*range(batches), *range(first, result.ndim), *range(batches, first)]
     return lax.transpose(result, order)
+
+
+def _moved(left: _Factor, right: _Factor, *, fast: bool) -> float:
+    """How many numbers XLA moves for a product that may go by instructions.
+
+    It has no fast path for stacks of matrices in which the contracted dimension is not
+    the last of the left operand and the first of the right: it transposes these. Of
+    single matrices it transposes the left for instructions.
+    """
+    if left.batch:
+        return left.moved_on_the_left + right.moved_on_the_right
+    if not fast:
+        return 0
+    return left.moved_on_the_left + min(
+        right.moved_on_the_left, right.moved_on_the_right
+    )
 
 
 def _row_by_matrix(row: _Factor, matrix: _Factor, to: DType) -> Any:
