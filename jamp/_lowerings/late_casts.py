@@ -34,6 +34,9 @@ _OURS, _MARK = "mhlo.frontend_attributes", "late_cast"
 _READERS = {"stablehlo.convert", _BARRIER, _BRANCHES, _CASE, _TRANSPOSE}
 # Users of an argument that are looked at: it may have thousands.
 _MOST_USERS = 16
+# A weight waits for no operand so many times as large: its copy takes little memory
+# beside that, which could not be computed together with what reads it.
+_MUCH_LARGER = 16
 
 
 def lower_of_weights(
@@ -65,7 +68,7 @@ def lower_of_weights(
     if read and has_whole_arrays(ctx):
         return _as_is_or_cast(product, ctx, operands, read, weights, same)
     # With two weights, both operands are there from the beginning.
-    if alone and len(weights) == 1:
+    if alone and len(weights) == 1 and _takes_memory(weights[0], ctx.avals_in):
         (place,) = weights
         other, weight = operands[1 - place], operands[2]
         if KEEPS_BARRIERS:
@@ -76,6 +79,11 @@ def lower_of_weights(
         else:
             taken[place] = _cast_after(other, weight, operands[place])
     return _lowered(_program(product, tuple(avals), weights, same), ctx, taken)
+
+
+def _takes_memory(place: int, avals: Sequence[Any]) -> bool:
+    """Whether a copy of a weight takes memory beside the other operand."""
+    return bool(_MUCH_LARGER * avals[place].size >= avals[1 - place].size)
 
 
 def _as_is_or_cast(

@@ -293,14 +293,26 @@ def _by_instructions(
     # Nor may XLA swallow a transpose in front, as one that it makes of cumsum, nor one
     # behind, for which it would swap the operands.
     result = lax.dot_general(
-        lax.optimization_barrier(lhs),
-        rhs,
+        lax.optimization_barrier(_in_order(lhs)),
+        _in_order(rhs),
         dimension_numbers,
         precision=PRECISION,
         preferred_element_type=to if rounded else FLOAT32,
         out_sharding=out_sharding,
     )
     return lax.convert_element_type(lax.optimization_barrier(result), to)
+
+
+def _in_order(array: Any) -> Any:
+    """The same array, whose elements XLA takes to lie in the order of its dimensions.
+
+    It takes those of a transpose to lie as they did, and so for what is computed from
+    one element by element; then it multiplies in float32. It takes new dimensions of
+    bits for what they are, until it drops them again.
+    """
+    bits = lax.bitcast_convert_type(array, jnp.uint16)
+    one_more = lax.bitcast_convert_type(lax.expand_dims(bits, (0,)), array.dtype)
+    return lax.squeeze(one_more, (0,))
 
 
 def _are_matrices(lhs: Any, rhs: Any, dims: DimensionNumbers) -> bool:
