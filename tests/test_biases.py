@@ -167,6 +167,8 @@ PROMOTING = {
         lambda x, w, c: linear(jnp.tanh(x @ w), w) + c[:, None, None],
         *(X, W, (2,)),
     ),
+    "bin centres": (lambda x, w, _: x @ w + jnp.linspace(170.0, 180.0, 8), X, W, B),
+    "indices": (lambda x, w, _: x @ w + (30.0 * jnp.arange(8) + 17000), X, W, B),
     "mean": (lambda x, w, _: x @ w + x.mean(1, keepdims=True), X, W, B),
     "alibi": (alibi, X, W, (2,)),
     "relative alibi": (relative, X, W, (2,)),

@@ -1,6 +1,7 @@
 """Which sums are those of a product of a weight and its bias: they are one operation.
 
-A bias varies only along dimensions of the product that are the weight's. For that the
+A bias varies only along dimensions of the product that are the weight's, and is nothing
+that the program makes of iota and literals alone, as bin centres are. For that the
 planner knows of a product which of its dimensions these are, and of other values along
 which dimensions they are repeated.
 """
@@ -24,7 +25,7 @@ def product_and_bias(x: Value, y: Value) -> Value | None:
         varies = {*range(other.ndim)}.difference(other.traits.repeated)
         if (
             product.low
-            and not other.follows
+            and not (other.follows or other.traits.table)
             and len(varies) < product.ndim
             and any(varies.issubset(dims) for dims in product.traits.free)
         ):
