@@ -138,6 +138,15 @@ def test_a_weight_stays_cast_for(where, rows, choose_processor):
     assert MARK not in lowered(AGAIN[where], x, SQUARE, SQUARE)
 
 
+@pytest.mark.parametrize("processor", ["old", "avx512_bf16"])
+def test_a_weight_waits_for_no_operand_beside_which_it_is_small(
+    processor, choose_processor
+):
+    choose_processor(processor)
+    x = jax.ShapeDtypeStruct((SIZE**2, SIZE), jnp.float32)
+    assert MARK not in lowered(apply, x, SQUARE, SQUARE)
+
+
 @pytest.mark.parametrize("rows", [8, SIZE])
 @pytest.mark.parametrize(
     ("twice", "once"),

@@ -102,6 +102,35 @@ def test_a_transpose_behind_leaves_a_product_in_the_layout_with_instructions(tmp
     assert re.findall(r"lhs_contracting_dims=(\S+),", compiled) == ["{1}"]
 
 
+OF_TRANSPOSES = {
+    "the right one": lambda w, x: x @ w.T,
+    "the left one": lambda w, x: x.T @ w,
+    "both": lambda w, x: w.T @ x.T,
+    "in a function": lambda w, x: x @ jax.jit(jnp.transpose)(w),
+    "scaled": lambda w, x: x @ (w.T * 3),
+    "with itself": lambda w, x: (x @ w) @ (x @ w).T,
+    "batched": jax.vmap(lambda w, x: w.T @ x, (None, 0)),
+}
+
+
+@pytest.mark.parametrize("name", OF_TRANSPOSES)
+def test_a_product_of_transposes_is_multiplied_as_others_are(name, tmp_path):
+    """XLA would take them to lie in memory as they did, and multiply in float32."""
+
+    def multiplied(fn):
+        def loss(w, x):
+            return jnp.sum(jnp.sin(cast(fn)(w, x).astype(jnp.float32)))
+
+        gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))
+        text = gradients.lower(*[jnp.ones((256, 256))] * 2).compile().as_text()
+        dtypes = dict(re.findall(r"(%[\w.]+) = (\w+)\[", text))
+        return {dtypes[name] for name in re.findall(r" dot\((%[\w.]+), ", text)}
+
+    with processor_with("amx_bf16", tmp_path):
+        found, expected = map(multiplied, (OF_TRANSPOSES[name], lambda w, x: x @ w))
+    assert found == expected != set()
+
+
 @pytest.mark.usefixtures("amx")
 def test_the_gradient_of_attentions_values_has_a_dimension_more():
     """XLA would make it in float32 of the cotangent that einsum transposes."""
