@@ -26,6 +26,7 @@ from jamp._lowerings.depthwise import (
 )
 from jamp._lowerings.patches import (
     Shape,
+    arranged,
     as_bits,
     by_places,
     by_windows,
@@ -101,19 +102,34 @@ def _convolved(lhs: Any, rhs: Any, shape: Shape, to: DType, wide: Any) -> Any:
         # padded in two ways. Where it moves 16 bits as float32, it rounds them all
         # anyway.
         pictures = rounded(wide) if CONVERTS_STACKS else wide
+    if by_window:
+        return _by_windows(pictures, rhs, shape, outs, to)
     lhs_spec, rhs_spec, out_spec = shape.dimension_numbers
     (batch, feature, *spatial), (out, into, *window) = lhs_spec, rhs_spec
-    # Patches, and what adds up in them, would take longer to transpose than pictures.
-    if by_window:
-        pictures, lhs_spec = ordered(pictures, lhs_spec, (batch, *spatial, feature))
-    else:
-        pictures, lhs_spec = ordered(pictures, lhs_spec, (feature, *spatial, batch))
-        moved, rhs_spec = ordered(rhs, rhs_spec, (into, *window, out))
-        rhs = from_bits(moved)
+    # What adds up in patches would take longer to transpose than the pictures.
+    pictures, lhs_spec = ordered(pictures, lhs_spec, (feature, *spatial, batch))
+    moved, rhs_spec = ordered(rhs, rhs_spec, (into, *window, out))
     numbers = lax.ConvDimensionNumbers(lhs_spec, rhs_spec, out_spec)
-    convolve = by_windows if by_window else by_places
-    numbered = shape._replace(dimension_numbers=numbers)
-    return convolve(pictures, rhs, numbered, outs, to)
+    shape = shape._replace(dimension_numbers=numbers)
+    return by_places(pictures, from_bits(moved), shape, outs, to)
+
+
+def _by_windows(
+    pictures: Any, rhs: Any, shape: Shape, outs: Sequence[int], to: DType
+) -> Any:
+    """Patches of pictures whose features come last, and so do those of the result.
+
+    Patches would take longer to transpose than both. What is elementwise between two
+    such convolutions XLA computes in their order, and transposes neither.
+    """
+    lhs_spec, rhs_spec, out_spec = shape.dimension_numbers
+    batch, feature, *spatial = lhs_spec
+    pictures, lhs_spec = ordered(pictures, lhs_spec, (batch, *spatial, feature))
+    last = 0, len(lhs_spec) - 1, *range(1, len(lhs_spec) - 1)
+    numbers = lax.ConvDimensionNumbers(lhs_spec, rhs_spec, last)
+    shape = shape._replace(dimension_numbers=numbers)
+    result = by_windows(pictures, rhs, shape, outs, to)
+    return from_bits(arranged(as_bits(result), last, out_spec))
 
 
 def _are_worth(lhs: Any, rhs: Any, shape: Shape, places: int) -> bool:
