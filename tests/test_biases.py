@@ -54,6 +54,10 @@ BIASES = {
     "first": (lambda x, w, b: b + x @ w, X, W, B),
     "one row of rank two": (lambda x, w, b: x @ w + b[None], X, W, B),
     "broadcast": (lambda x, w, b: x @ w + jnp.broadcast_to(b, X), X, W, B),
+    "behind a barrier": (
+        lambda x, w, b: jnp.add(*lax.optimization_barrier((x, x @ w, b))[1:]),
+        *(X, W, B),
+    ),
     "of a transposed weight": (lambda x, w, b: x @ w.T + b, X, W, B),
     "of a weight on the left": (lambda w, x, b: w @ x + b[:, None], W, (8, 5), B),
     "of a scaled weight": (lambda x, w, b: x @ (w / 8**0.5) + b, X, W, B),

@@ -294,6 +294,9 @@ STATES = {
     "hidden_state": lambda c, row, w: jnp.tanh(c @ w + row @ w),
     "masked": lambda c, row, w: jnp.where(row > 0, jnp.tanh(row @ w), c),
     "largest_yet": lambda c, row, w: jnp.maximum(c, row @ w),
+    "largest_yet_in_a_loop": lambda c, row, w: lax.fori_loop(
+        0, 2, lambda _, largest: jnp.maximum(c, largest), row @ w
+    ),
     "shifted": lambda c, row, w: jnp.concatenate([c[1:], (row @ w)[:1]]),
 }
 
@@ -305,5 +308,5 @@ def test_a_state_to_which_nothing_is_added_stays_in_16_bits(name, device):
         return lax.scan(lambda c, row: (STATES[name](c, row, w), c), h[0] @ w, h)
 
     program = traced(jamp.autocast(fn, device_type=device), *[jnp.ones((4, 4))] * 2)
-    (loop,) = [eqn for eqn in equations(program) if eqn.primitive.name == "scan"]
+    loop = next(eqn for eqn in equations(program) if eqn.primitive.name == "scan")
     assert loop.outvars[0].aval.dtype == LOW[device]

@@ -202,8 +202,19 @@ def log_in_a_flax_module(h):
     return Classifier().init_with_output(jax.random.key(0), h)[0]
 
 
+def beside_a_sigmoid(x):
+    return jax.lax.optimization_barrier((jax.nn.sigmoid(x), x))[1]
+
+
+def log_of_what_passes_a_barrier(h):
+    x = h @ EYE
+    _, p = jax.lax.optimization_barrier((x, jax.nn.sigmoid(x)))
+    return jnp.log(p)  # unsafe
+
+
 UNSAFE = [
     log,
+    log_of_what_passes_a_barrier,
     log_of_the_complement,
     log1p,
     log_of_what_is_clipped,
@@ -255,6 +266,7 @@ def test_what_is_unsafe_in_float16_is_allowed_in_bfloat16(fn):
     [
         lambda h: jnp.log(jnp.abs(h @ EYE) + 1),
         lambda h: jnp.log((h @ EYE) ** 2 * jax.nn.sigmoid(h @ EYE) + 1),
+        lambda h: jnp.log(beside_a_sigmoid((h @ EYE) ** 2 + 1)),
     ],
 )
 def test_the_logarithm_of_what_is_no_probability_is_allowed(fn):

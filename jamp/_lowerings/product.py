@@ -47,7 +47,9 @@ def _product_on_cpu(lhs: Any, rhs: Any, taken: Taken, params: dict[str, Any]) ->
         return multiply_on_cpu(lhs, rhs, dims, to, one_more=one_more)
     fast = lhs.dtype == BFLOAT16 and this_processor().has_fast_products
     if fast and not _is_looped(*_factors(lhs, rhs, dims)):
-        return _by_instructions(lhs, rhs, dims, to, sharding, one_more=one_more)
+        return _by_instructions(
+            lhs, rhs, dims, to, sharding, one_more=one_more, whole=False
+        )
     # Of sharded operands XLA would send float32 copies. It has no loop for 16 bits that
     # gives float32.
     return _by_xla(lhs, rhs, dims, to, sharding, in_float32=to == FLOAT32)
@@ -276,6 +278,7 @@ def _by_instructions(
     out_sharding: Any,
     *,
     one_more: bool,
+    whole: bool = True,
 ) -> Any:
     """A product of bfloat16 arrays by fast instructions.
 
@@ -290,11 +293,14 @@ def _by_instructions(
         dimension_numbers = ((*left, lhs.ndim), (*right, rhs.ndim)), batch
         lhs, rhs = (lax.expand_dims(array, (array.ndim,)) for array in (lhs, rhs))
     rounded = to == BFLOAT16 and _rounds(lhs, rhs, dimension_numbers)
+    if whole:
+        # XLA would send more of arrays on several devices.
+        lhs, rhs = _in_order(lhs), _in_order(rhs)
     # Nor may XLA swallow a transpose in front, as one that it makes of cumsum, nor one
     # behind, for which it would swap the operands.
     result = lax.dot_general(
-        lax.optimization_barrier(_in_order(lhs)),
-        _in_order(rhs),
+        lax.optimization_barrier(lhs),
+        rhs,
         dimension_numbers,
         precision=PRECISION,
         preferred_element_type=to if rounded else FLOAT32,

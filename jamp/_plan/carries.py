@@ -75,20 +75,35 @@ def _added_to(carried: Values, depth: int) -> set[int]:
     is copied, and that goes into none, is no sum itself, but one of a loop around this
     one may come out of it there.
     """
-    into = [_own(value, depth) if value.is_kept else [] for value in carried]
-    before = [_before(place, into) for place in range(len(into))]
-    steps = [
-        (origin.place, place)
-        for place, origins in enumerate(into)
-        for origin in origins
-        if origin.added
-    ]
+    ways = _Ways([_own(value, depth) if value.is_kept else [] for value in carried])
     return {
         place
         for place, value in enumerate(carried)
-        if (value.is_kept and _of_others(value, depth))
-        or any(place in before[a] and b in before[place] for a, b in steps)
+        if (value.is_kept and _of_others(value, depth)) or ways.add(place, place)
     }
+
+
+class _Ways:
+    """How a loop comes from one place in its carry to another, sooner or later.
+
+    Args:
+      into: for each place, the origins of what an iteration leaves there.
+    """
+
+    def __init__(self, into: Sequence[Iterable[Origin]]) -> None:
+        # The places that come to each, and itself.
+        self.before = [_before(place, into) for place in range(len(into))]
+        self._added = [
+            (origin.place, place)
+            for place, origins in enumerate(into)
+            for origin in origins
+            if origin.added
+        ]
+
+    def add(self, start: int, end: int) -> bool:
+        """Whether it adds something on a way between two places."""
+        before = self.before
+        return any(start in before[a] and b in before[end] for a, b in self._added)
 
 
 def _own(value: Value, depth: int) -> list[Origin]:
@@ -101,7 +116,6 @@ def _of_others(value: Value, depth: int) -> frozenset[Origin]:
 
 
 def _before(place: int, into: Sequence[Iterable[Origin]]) -> set[int]:
-    """The places from which a loop comes to one sooner or later, and itself."""
     found, new = {place}, [place]
     while new:
         sources = {origin.place for origin in into[new.pop()]} - found
@@ -121,18 +135,23 @@ def left_by(results: Values, carry: Values, depth: int) -> list[Traits]:
 
     After what it carries these are stacks of what its iterations leave.
     """
-    into = [_own(value, depth) for value in results[: len(carry)]]
+    ways = _Ways([_own(value, depth) for value in results[: len(carry)]])
 
-    def origins(place: int, value: Value) -> frozenset[Origin]:
-        own = [place] if place < len(carry) else [o.place for o in _own(value, depth)]
-        before = set[int]().union(*(_before(start, into) for start in own))
-        first = [carry[start].traits.origins for start in before]
-        later = [_of_others(results[start], depth) for start in before]
-        through = frozenset[Origin]().union(*first, *later)
-        return _of_others(value, depth).union(o._replace(added=True) for o in through)
+    def origins(place: int, value: Value) -> set[Origin]:
+        found = {*_of_others(value, depth)}
+        carried = place < len(carry)
+        ends = [(place, False)] if carried else [o[1:] for o in _own(value, depth)]
+        for end, added in ends:
+            for start in ways.before[end]:
+                around = carry[start].traits.origins | _of_others(results[start], depth)
+                adds = added or ways.add(start, end)
+                found |= {o._replace(added=o.added or adds) for o in around}
+        return found
 
     return [
-        handed_on(value, sums=value.traits.sums, origins=origins(place, value))
+        handed_on(
+            value, sums=value.traits.sums, origins=frozenset(origins(place, value))
+        )
         for place, value in enumerate(results)
     ]
 

@@ -152,11 +152,14 @@ def cast_and_bind(equation: Equation, dtypes: Dtypes) -> list[Value]:
     caster.record.operands = used
     traced = tuple(map(_dtypes.dtype_of, eqn.invars))
     table = _is_table(eqn, operands, caster.options.policy)
-    traits = _result_traits(equation, used)._replace(
-        table=table, sums=None, origins=frozenset()
-    )
-    made = zip(eqn.outvars, result_dtypes(eqn, used, traced), strict=True)
-    results = [Value.of(var.aval, dtype, traits) for var, dtype in made]
+    known = [
+        _result_traits(equation, taken, used)._replace(
+            table=table, sums=None, origins=frozenset()
+        )
+        for taken in _made_of(eqn, operands)
+    ]
+    made = zip(eqn.outvars, result_dtypes(eqn, used, traced), known, strict=True)
+    results = [Value.of(var.aval, dtype, traits) for var, dtype, traits in made]
     numbers = {value.number for value in cast if value.eligible}
     if eqn.primitive.name in _primitives.ARRANGING and numbers <= plan.given:
         plan.given.update(value.number for value in results)
@@ -239,8 +242,17 @@ def result_dtypes(
     return [getattr(aval, "dtype", None) for aval in results]
 
 
-def _result_traits(equation: Equation, used: Sequence[Any]) -> Traits:
-    eqn, operands, context, caster, *_ = equation
+def _made_of(eqn: JaxprEqn, operands: Values) -> list[Values]:
+    """For each result of an equation the operands that it is made of."""
+    count = len(eqn.outvars)
+    if eqn.primitive.name not in _primitives.INDEPENDENT:
+        return [operands] * count
+    return [*([one] for one in operands), *[operands] * count][:count]
+
+
+def _result_traits(equation: Equation, operands: Values, used: Sequence[Any]) -> Traits:
+    """What is known of a result that is made of some operands."""
+    eqn, _, context, caster, *_ = equation
     name = eqn.primitive.name
     floats = [v for v in operands if v.eligible]
     # A scalar among arrays scales them.
@@ -259,7 +271,7 @@ def _result_traits(equation: Equation, used: Sequence[Any]) -> Traits:
     unsafe = caster.options.policy.unsafe
     if name in _primitives.PROBABILITIES or any(name in u.of for u in unsafe):
         return Traits(data=data, probability=True)
-    if name in _primitives.MOVEMENT and floats and len(operands) == 1:
+    if name in _primitives.MOVEMENT and floats:
         source = floats[0].traits
         return source._replace(
             numbers=numbers,

@@ -127,28 +127,25 @@ class Groups:
         grown = max(joined, key=lambda found: len(found.eqns), default=group)
         for found in (found for found in joined if found is not grown):
             grown.absorb(found)
-            self._note(grown, found.made, found.inputs.values(), found.narrowed)
+            self._note(grown, found.made)
         grown.caster, grown.grows = group.caster, group.grows
         grown.narrowed.update(group.narrowed)
         return grown
 
-    def add(self, group: Group, read: Bound, made: Bound) -> None:
-        """Adds a group that by now reads some values and makes others."""
-        numbers = [value.number for _, value in made]
-        self._note(group, numbers, read, filter(group.narrowed.__contains__, numbers))
-
-    def _note(
-        self,
-        group: Group,
-        made: Iterable[int],
-        read: Iterable[tuple[Var, Value]],
-        narrowed: Iterable[int],
-    ) -> None:
-        self._making.update(dict.fromkeys(made, group))
-        rounded = (group.narrowed[number].results[0].number for number in narrowed)
-        self._rounding.update(dict.fromkeys(rounded, group))
-        lows = (value.number for _, value in read if value.low)
+    def add(self, group: Group, made: Bound) -> None:
+        """Adds a group that by now makes some more values."""
+        self._note(group, [value.number for _, value in made])
+        # Of several groups that take a value, others join the last that grew.
+        lows = (number for number, (_, value) in group.inputs.items() if value.low)
         self._taking.update(dict.fromkeys(lows, group))
+
+    def _note(self, group: Group, made: Iterable[int]) -> None:
+        casts = group.narrowed
+        rounded = [
+            casts[number].results[0].number for number in made if number in casts
+        ]
+        self._making.update(dict.fromkeys(made, group))
+        self._rounding.update(dict.fromkeys(rounded, group))
 
     def round(self, value: Value, cast: Cast) -> bool:
         """Has a group that makes a value round it too, if there is one."""
