@@ -184,12 +184,17 @@ ALONE = {
 }
 
 
+def einsum_of(subscripts, *shapes):
+    """A product, two arrays of integers of these shapes, and both in 16 bits."""
+    x, y = (jax.device_put(integers(i, shape)) for i, shape in enumerate(shapes))
+    low = x.astype(jnp.bfloat16), y.astype(jnp.bfloat16)
+    return functools.partial(jnp.einsum, subscripts), x, y, low
+
+
 @pytest.mark.parametrize("name", ALONE)
 def test_the_smaller_of_two_matrices_is_transposed(name, tmp_path):
-    subscripts, left, right, operands = ALONE[name]
-    x, y = (jax.device_put(integers(i, shape)) for i, shape in enumerate((left, right)))
-    low = x.astype(jnp.bfloat16), y.astype(jnp.bfloat16)
-    fn = functools.partial(jnp.einsum, subscripts)
+    *product, operands = ALONE[name]
+    fn, x, y, low = einsum_of(*product)
     with processor_with("amx_bf16", tmp_path):
         taken = operands_of_product(cast(fn), *low)
         assert re.findall(r"([\dx]+?)(?:x1)?xbf", taken) == operands
@@ -246,10 +251,8 @@ def operands_of_product(fn, x, y):
 @pytest.mark.parametrize("name", SINGLE_ROWS)
 def test_a_single_row_is_multiplied_as_two_rows(name, tmp_path):
     """XLA would write out the matrix in float32."""
-    subscripts, left, right, operands = SINGLE_ROWS[name]
-    x, y = (jax.device_put(integers(i, shape)) for i, shape in enumerate((left, right)))
-    low = x.astype(jnp.bfloat16), y.astype(jnp.bfloat16)
-    fn = functools.partial(jnp.einsum, subscripts)
+    *product, operands = SINGLE_ROWS[name]
+    fn, x, y, low = einsum_of(*product)
     with processor_with("avx512_bf16", tmp_path):
         assert operands_of_product(cast(fn), *low) == operands
         found = jax.jit(cast(fn))(*low)

@@ -85,7 +85,7 @@ def _convolved(lhs: Any, rhs: Any, shape: Shape, to: DType, wide: Any) -> Any:
     if of_weights and is_gradient_of_depthwise(lhs, rhs, shape):
         return gradient_of_depthwise(wide, rhs, shape, outs, to)
     in_groups = shape.feature_group_count > 1 or shape.batch_group_count > 1
-    worth = places and not in_groups and _are_worth(lhs, rhs, shape, places)
+    worth = places and not in_groups and _are_worth(lhs, rhs, shape, window, places)
     by_window = window <= places and not of_weights
     if not in_groups and has_tiles(rhs, shape, outs):
         reused, into = (rhs.shape[d] for d in shape.dimension_numbers.rhs_spec[:2])
@@ -102,16 +102,8 @@ def _convolved(lhs: Any, rhs: Any, shape: Shape, to: DType, wide: Any) -> Any:
         # padded in two ways. Where it moves 16 bits as float32, it rounds them all
         # anyway.
         pictures = rounded(wide) if CONVERTS_STACKS else wide
-    if by_window:
-        return _by_windows(pictures, rhs, shape, outs, to)
-    lhs_spec, rhs_spec, out_spec = shape.dimension_numbers
-    (batch, feature, *spatial), (out, into, *window) = lhs_spec, rhs_spec
-    # What adds up in patches would take longer to transpose than the pictures.
-    pictures, lhs_spec = ordered(pictures, lhs_spec, (feature, *spatial, batch))
-    moved, rhs_spec = ordered(rhs, rhs_spec, (into, *window, out))
-    numbers = lax.ConvDimensionNumbers(lhs_spec, rhs_spec, out_spec)
-    shape = shape._replace(dimension_numbers=numbers)
-    return by_places(pictures, from_bits(moved), shape, outs, to)
+    convolve = _by_windows if by_window else _by_places
+    return convolve(pictures, rhs, shape, outs, to)
 
 
 def _by_windows(
@@ -132,9 +124,21 @@ def _by_windows(
     return from_bits(arranged(as_bits(result), last, out_spec))
 
 
-def _are_worth(lhs: Any, rhs: Any, shape: Shape, places: int) -> bool:
+def _by_places(
+    pictures: Any, rhs: Any, shape: Shape, outs: Sequence[int], to: DType
+) -> Any:
+    """The same with what adds up first; patches would take longer to transpose."""
+    lhs_spec, rhs_spec, out_spec = shape.dimension_numbers
+    (batch, feature, *spatial), (out, into, *window) = lhs_spec, rhs_spec
+    pictures, lhs_spec = ordered(pictures, lhs_spec, (feature, *spatial, batch))
+    moved, rhs_spec = ordered(rhs, rhs_spec, (into, *window, out))
+    numbers = lax.ConvDimensionNumbers(lhs_spec, rhs_spec, out_spec)
+    shape = shape._replace(dimension_numbers=numbers)
+    return by_places(pictures, from_bits(moved), shape, outs, to)
+
+
+def _are_worth(lhs: Any, rhs: Any, shape: Shape, window: int, places: int) -> bool:
     """Whether patches are worth their time."""
-    window = math.prod(rhs.shape[d] for d in shape.dimension_numbers.rhs_spec[2:])
     by_window = window <= places
     strided = not by_window and math.prod(shape.rhs_dilation) > 1
     reused, into = (rhs.shape[d] for d in shape.dimension_numbers.rhs_spec[:2])

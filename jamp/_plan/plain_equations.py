@@ -17,7 +17,7 @@ from jamp._lowerings.hook import has_own_primitive, has_own_product
 from jamp._plan.biases import free_dims, moved, product_and_bias
 from jamp._plan.plan import Bind, Broadcast, Equation
 from jamp._plan.records import Origin, Ruling
-from jamp._plan.sums import adds_up, carried_sums, reduces_fully
+from jamp._plan.sums import adds_up, carried_sums, made_of, reduces_fully
 from jamp._plan.values import (
     BOOLEAN,
     Traits,
@@ -156,7 +156,7 @@ def cast_and_bind(equation: Equation, dtypes: Dtypes) -> list[Value]:
         _result_traits(equation, taken, used)._replace(
             table=table, sums=None, origins=frozenset()
         )
-        for taken in _made_of(eqn, operands)
+        for taken in made_of(eqn, operands)
     ]
     made = zip(eqn.outvars, result_dtypes(eqn, used, traced), known, strict=True)
     results = [Value.of(var.aval, dtype, traits) for var, dtype, traits in made]
@@ -240,14 +240,6 @@ def result_dtypes(
         found, _ = eqn.primitive.abstract_eval(*avals, **eqn.params)
     results = found if eqn.primitive.multiple_results else [found]
     return [getattr(aval, "dtype", None) for aval in results]
-
-
-def _made_of(eqn: JaxprEqn, operands: Values) -> list[Values]:
-    """For each result of an equation the operands that it is made of."""
-    count = len(eqn.outvars)
-    if eqn.primitive.name not in _primitives.INDEPENDENT:
-        return [operands] * count
-    return [*([one] for one in operands), *[operands] * count][:count]
 
 
 def _result_traits(equation: Equation, operands: Values, used: Sequence[Any]) -> Traits:

@@ -94,7 +94,6 @@ def plan_shard_map(equation: Equation) -> list[Value]:
 
 def _parts(avals: Iterable[Any], values: Values) -> list[Value]:
     """Parts of arrays, of which less is known."""
-    given = [value.handed_over for value in values]
     return [
         Value.of(
             aval,
@@ -106,7 +105,7 @@ def _parts(avals: Iterable[Any], values: Values) -> list[Value]:
                 origins=value.traits.origins,
             ),
         )
-        for aval, value in zip(avals, given, strict=True)
+        for aval, value in zip(avals, values, strict=True)
     ]
 
 

@@ -50,20 +50,24 @@ class CarriedSum(NamedTuple):
     origins: frozenset[Origin]
 
 
+def made_of(eqn: JaxprEqn, operands: Values) -> list[Values]:
+    """For each result of an equation the operands that it is made of."""
+    count = len(eqn.outvars)
+    if eqn.primitive.name not in _primitives.INDEPENDENT:
+        return [operands] * count
+    return [*([one] for one in operands), *[operands] * count][:count]
+
+
 def carried_sums(eqn: JaxprEqn, operands: Values) -> list[CarriedSum | None]:
     """Which of an equation's results are a loop's sum still, and which."""
-    name, count = eqn.primitive.name, len(eqn.outvars)
     if not any(value.traits.sums for value in operands):
-        return [None] * count
+        return [None] * len(eqn.outvars)
+    return [_carried_by(eqn, taken) for taken in made_of(eqn, operands)]
+
+
+def _carried_by(eqn: JaxprEqn, operands: Values) -> CarriedSum | None:
     numbers = [value.follows or value.rank == 0 for value in operands]
-    found = list(map(_sum_of, operands))
-    if name not in _primitives.INDEPENDENT:
-        return [_carried(name, found, numbers)] * count
-    of_one = [
-        _carried(name, [one], [number])
-        for one, number in zip(found, numbers, strict=True)
-    ]
-    return [*of_one, *[None] * count][:count]
+    return _carried(eqn.primitive.name, map(_sum_of, operands), numbers)
 
 
 def carried_through(
