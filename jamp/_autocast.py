@@ -22,6 +22,7 @@ from jax.extend.core import jaxpr_as_fun
 from jamp import _dtypes
 from jamp._compat import api_boundary, under_trace
 from jamp._emit import emit
+from jamp._equations import equations
 from jamp._errors import AutocastError, AutocastTypeError
 from jamp._lowerings.processor import warn_if_slow
 from jamp._plan.planner import make_plan, warn_unmatched
@@ -94,7 +95,10 @@ def _run(
         if key is None or not traced.repeatable:
             return traced.rebuild(emit(plan, arrays))
         program = jax.make_jaxpr(lambda *arrays: emit(plan, arrays))(*arrays)
-        found = jaxpr_as_fun(program), traced.rebuild
+        run = jaxpr_as_fun(program)
+        # A shard_map that is run eagerly refuses the rules for derivatives in it.
+        shards = any(eqn.primitive.name == "shard_map" for eqn in equations(program))
+        found = jax.jit(run) if shards else run, traced.rebuild
         eager_programs.put(key, found)
     run, rebuild = found
     return rebuild(run(*arrays))
