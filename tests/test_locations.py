@@ -1,6 +1,8 @@
 """Which line of a program is called the user's own."""
 
+import sys
 import textwrap
+import types
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -52,6 +54,17 @@ def test_an_installed_package_is_the_users_where_nothing_else_is(file):
     # JAX traces matmul anew for another shape.
     report = jamp.explain(lambda x: names["fn"](x))(jnp.ones((3, 3)))
     assert {file for file, _ in locations(report)} == {__file__}
+
+
+def test_a_library_that_is_installed_for_being_edited_is_not_the_users(monkeypatch):
+    """Numbers depend on it: casts that a library makes are not the user's."""
+    linen = types.ModuleType("flax")
+    linen.__path__ = ["/home/me/src/flax/flax"]
+    monkeypatch.setitem(sys.modules, "flax", linen)
+    names = compiled("/home/me/src/flax/flax/linen/edited.py")
+    assert locations(names["explain"](X)) == set()
+    example = "/home/me/src/flax/examples/train.py"
+    assert locations(compiled(example)["explain"](X)) == {(example, 5)}
 
 
 @pytest.mark.parametrize("library", ["jax", "flax", "optax", "equinox", "numpy"])

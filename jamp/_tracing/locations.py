@@ -64,14 +64,12 @@ class Location:
         return f"{Path(self.file).name}:{self.line}"
 
 
-# Whose lines in site-packages are never the user's own, and never worth showing.
+# Packages whose lines are never the user's own; of the core not worth showing either.
 _CORE = frozenset("chex jamp jax jaxlib jaxtyping numpy scipy".split())
 _LIBRARIES = _CORE | {"equinox", "flax", "haiku", "optax"}
 _PATHS = sysconfig.get_paths()
-_FOLDERS = (_PATHS["stdlib"], Path(__file__).parents[1], Path(jax.__file__).parent)
-_OTHERS = tuple(os.path.join(folder, "") for folder in _FOLDERS)
-_NN = os.path.join(_OTHERS[-1], "_src", "nn", "")
-_SCRIPTS = os.path.join(_PATHS["scripts"], "")
+_STANDARD, _SCRIPTS = (os.path.join(_PATHS[name], "") for name in ("stdlib", "scripts"))
+_NN = os.path.join(os.path.dirname(jax.__file__), "_src", "nn", "")
 
 
 @lru_cache(maxsize=4096)
@@ -80,14 +78,26 @@ def _distance(filename: str) -> int:
 
     3 if it is of JAX, or of what stands below the libraries as JAX does.
     """
+    package = _package(filename)
+    if package is not None:
+        return 1 + (package in _LIBRARIES) + (package in _CORE)
+    if filename.startswith((_STANDARD, "<frozen")):
+        return 3
+    return 1 if filename.startswith(_SCRIPTS) else 0
+
+
+def _package(filename: str) -> str | None:
+    """The installed package that a file is of, or the library, wherever that lies."""
     parts = Path(filename).parts[:-1]
     for folder in ("site-packages", "dist-packages"):
         if folder in parts:
-            package = (*parts, Path(filename).stem)[parts.index(folder) + 1]
-            return 1 + (package in _LIBRARIES) + (package in _CORE)
-    if filename.startswith((*_OTHERS, "<frozen")):
-        return 3
-    return 1 if filename.startswith(_SCRIPTS) else 0
+            return (*parts, Path(filename).stem)[parts.index(folder) + 1]
+    for name in _LIBRARIES:
+        # One that is installed for being edited lies where its source is.
+        for folder in getattr(sys.modules.get(name), "__path__", ()):
+            if filename.startswith(os.path.join(folder, "")):
+                return name
+    return None
 
 
 def is_users(filename: str) -> bool:
