@@ -205,6 +205,18 @@ def test_an_unknown_device_type_is_not_available():
         jamp.get_autocast_dtype("abacus")
 
 
+@pytest.mark.parametrize("device_type", ["xpu", "mps"])
+def test_a_device_of_torchs_is_not_taken_for_another(device_type):
+    with pytest.raises(jamp.AutocastError, match=rf"'{device_type}' \(known are"):
+        jamp.autocast(lambda x: x @ x, device_type=device_type)(W)
+
+
+def test_a_backend_without_a_policy_asks_for_a_device_type(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "METAL")
+    with pytest.raises(jamp.AutocastError, match=r"on 'METAL'.* device_type"):
+        jamp.autocast(lambda x: x @ x)(W)
+
+
 def test_the_default_device_type_is_that_of_the_backend():
     backend = jax.default_backend()
     assert jamp.get_autocast_dtype() == jamp.get_autocast_dtype(backend)

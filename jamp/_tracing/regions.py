@@ -35,19 +35,28 @@ class Options:
     source: str = "region with enabled=False"  # of a disabled one, for people to read
 
 
+# Device types of torch's for which there is no policy.
+_OF_TORCH = frozenset("hpu ipu maia meta mps mtia privateuseone vulkan xla xpu".split())
+
+
 def device_kind(device_type: Any) -> str:
     """The policy's name for a device type, or an error that lists the known ones."""
     if device_type is None:
-        device_type = jax.default_backend()
+        backend = jax.default_backend()
+        if backend in DEVICES:
+            return DEVICES[backend]
+        raise AutocastError(
+            f"JAX computes on {backend!r}, for which there is no policy: give the "
+            f"device_type ({', '.join(DEVICES)}) whose rules and dtype are to hold"
+        )
     if not isinstance(device_type, str):
         raise AutocastTypeError(
             f"device_type must be a str such as 'gpu', got {type(device_type).__name__}"
         )
     if device_type not in DEVICES:
-        raise AutocastError(
-            f"unknown device_type {device_type!r}{did_you_mean(device_type, DEVICES)} "
-            f"(known are {', '.join(DEVICES)})"
-        )
+        hint = "" if device_type in _OF_TORCH else did_you_mean(device_type, DEVICES)
+        known = f"(known are {', '.join(DEVICES)})"
+        raise AutocastError(f"unknown device_type {device_type!r}{hint} {known}")
     return DEVICES[device_type]
 
 
