@@ -142,7 +142,6 @@ class Autocast:
             raise AutocastTypeError("autocast takes a function, got an autocast")
         eager_programs = _Programs()
 
-        @api_boundary
         @functools.wraps(fn, copied_names(fn), updated=())
         def under_autocast(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             options = self._arguments.options()
@@ -156,9 +155,10 @@ class Autocast:
                 result = call.finish(_run(call, options, eager_programs))
             return cast(_R, _cast_outputs(result, self._output_dtype))
 
-        # With itself: `functools.wraps` copies attributes to other functions.
-        vars(under_autocast)[_MADE] = under_autocast, fn, self._arguments
-        return under_autocast
+        made = api_boundary(under_autocast)
+        # With what it wraps: `functools.wraps` copies attributes to other functions.
+        vars(made)[_MADE] = under_autocast, fn, self._arguments
+        return made
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Autocast, (self._arguments, self._output_dtype)
@@ -273,8 +273,8 @@ def unwrapped(
     """
     around = regions.named_arguments(function, given)
     held = getattr(fn, "__dict__", {})
-    made, inner, own = held.get(_MADE, (None, None, around))
-    if made is not fn:
+    wrapped, inner, own = held.get(_MADE, (None, None, around))
+    if wrapped is None or wrapped is not fn.__wrapped__:
         return fn, around, given
     if own.policy is None and own.device_type is None:
         own = replace(own, device_type=around.device_type, policy=around.policy)

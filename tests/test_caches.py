@@ -204,6 +204,22 @@ def test_arrays_that_a_function_closes_over_are_not_kept_alive(
     assert seen() is None
 
 
+def test_a_function_that_was_not_called_goes_with_its_last_name():
+    """As with jax.jit, before Python looks for cycles."""
+
+    def scaled(weights):
+        return jamp.autocast(lambda x: x @ weights)
+
+    weights = jax.random.normal(jax.random.key(0), (4, 4))
+    seen, fn = weakref.ref(weights), scaled(weights)
+    gc.disable()
+    try:
+        del weights, fn
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
 def test_an_eager_function_keeps_the_programs_that_were_used_last():
     traces = []
 
