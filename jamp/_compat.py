@@ -60,10 +60,12 @@ from jax._src.source_info_util import _source_info_context
 from jax.extend.core import JaxprEqn, Primitive
 from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p
 from jax.extend.linear_util import transformation2
-from jax.extend.source_info_util import new_source_info
+from jax.extend.source_info_util import new_source_info, register_exclusion
 from jax.interpreters.partial_eval import DynamicJaxprTracer
 
 _traceback_util.register_exclusion(os.path.dirname(__file__))
+# What stands in for JAX's functions is no line of the user's own.
+register_exclusion(__file__)
 # What it wraps raises with such a traceback.
 api_boundary = _traceback_util.api_boundary
 
@@ -291,15 +293,6 @@ def _standing_in(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[
                 setattr(owner, name, own)
 
 
-def _hidden(function: Any) -> Any:
-    """A function of whose frames JAX thinks that they are of its own.
-
-    JAX shows users their own frames, which are those of other files than its own.
-    """
-    function.__code__ = function.__code__.replace(co_filename=_lax.__file__)
-    return function
-
-
 _BIND = "bind_with_trace"
 
 
@@ -321,7 +314,6 @@ def rules_in_own_frames(knows: Callable[[], bool]) -> Iterator[None]:
 
 
 def _framing(knows: Callable[[], bool], bind: Any) -> Any:
-    @_hidden
     def framing(
         primitive: Any, trace: Any, args: Any, avals: Any, params: dict[str, Any]
     ) -> Any:
@@ -340,7 +332,6 @@ def _framed(rule: Any) -> Any:
     return _run_in_own_frames(rule) if known else rule
 
 
-@_hidden
 def _run_rule(rule: Callable[..., Any], *arrays: Any) -> Any:
     if not in_user_context():
         return rule(*arrays)
@@ -371,7 +362,6 @@ def seeing_casts(see: Callable[[Any, str], Any]) -> AbstractContextManager[None]
 
 
 def _showing(see: Callable[[Any, str], Any], convert: Any) -> Any:
-    @_hidden
     def shown(operand: Any, *args: Any, **kwargs: Any) -> Any:
         result = convert(operand, *args, **kwargs)
         if result is operand and isinstance(operand, jax.core.Tracer):
