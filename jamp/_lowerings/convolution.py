@@ -9,7 +9,7 @@ feature by itself are sums; see docs/experiments.md.
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -229,7 +229,7 @@ def _phase(
     return _convolved(lhs, rhs, dense, to, lhs)
 
 
-@cache
+@lru_cache(maxsize=1024)
 def _gradient_program(place: int, avals: Sequence[Any], shape: Shape) -> Any:
     """JAX's program for the gradient of one operand: of the cotangent and the other."""
     cotangent, other, wanted = avals
