@@ -8,7 +8,7 @@ from typing import Any
 from jamp import _dtypes
 from jamp._dtypes import FLOAT32
 from jamp._plan.plan import Plan
-from jamp._plan.values import Origin, Traits, Value, Values
+from jamp._plan.values import Carried, Traits, Value, Values
 
 
 def depth_of(operands: Values) -> int:
@@ -53,7 +53,7 @@ def _keep_sums(
         trial = body(
             [
                 value.knowing(
-                    sums=low, origins=frozenset({Origin(depth, place, False)})
+                    sums=low, origins=frozenset({Carried(depth, place, False)})
                 )
                 for place, (value, low) in marks
             ]
@@ -90,7 +90,7 @@ class _Ways:
       into: for each place, the origins of what an iteration leaves there.
     """
 
-    def __init__(self, into: Sequence[Iterable[Origin]]) -> None:
+    def __init__(self, into: Sequence[Iterable[Carried]]) -> None:
         # The places that come to each, and itself.
         self.before = [_before(place, into) for place in range(len(into))]
         self._added = [
@@ -106,16 +106,16 @@ class _Ways:
         return any(start in before[a] and b in before[end] for a, b in self._added)
 
 
-def _own(value: Value, depth: int) -> list[Origin]:
+def _own(value: Value, depth: int) -> list[Carried]:
     """Which of a loop's own carry a value comes from, and not of one around it."""
     return [origin for origin in value.traits.origins if origin.loop == depth]
 
 
-def _of_others(value: Value, depth: int) -> frozenset[Origin]:
+def _of_others(value: Value, depth: int) -> frozenset[Carried]:
     return value.traits.origins.difference(_own(value, depth))
 
 
-def _before(place: int, into: Sequence[Iterable[Origin]]) -> set[int]:
+def _before(place: int, into: Sequence[Iterable[Carried]]) -> set[int]:
     found, new = {place}, [place]
     while new:
         sources = {origin.place for origin in into[new.pop()]} - found
@@ -137,7 +137,7 @@ def left_by(results: Values, carry: Values, depth: int) -> list[Traits]:
     """
     ways = _Ways([_own(value, depth) for value in results[: len(carry)]])
 
-    def origins(place: int, value: Value) -> set[Origin]:
+    def origins(place: int, value: Value) -> set[Carried]:
         found = {*_of_others(value, depth)}
         carried = place < len(carry)
         ends = [(place, False)] if carried else [o[1:] for o in _own(value, depth)]

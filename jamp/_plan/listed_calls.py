@@ -124,7 +124,7 @@ def plan_listed_call(call: ListedCall) -> None:
     first = len(env.plan.records)
     products = (e for e in nested(eqns) if e.primitive.name in _primitives.MATMULS)
     asked = rule is Rule.LOWER and any(map(explicit_precision, products))
-    if asked or (call.function.elementwise and not _is_elementwise(eqns)):
+    if asked or (call.function.elementwise and not _has_no_product(eqns)):
         call.plan_inside(env, inner)
         return
     enter = call.caster(Record(eqns[0], call.ruling, ()), eqns[0])
@@ -157,7 +157,7 @@ def is_cheap(eqns: Sequence[JaxprEqn]) -> bool:
     return all(eqn.primitive.name in _primitives.CHEAP for eqn in nested(eqns))
 
 
-def _is_elementwise(eqns: Sequence[JaxprEqn]) -> bool:
+def _has_no_product(eqns: Sequence[JaxprEqn]) -> bool:
     """Whether equations multiply no matrices, and float32 in them need not be saved."""
     names = {eqn.primitive.name for eqn in nested(eqns)}
     return names <= _primitives.LINEAR or (is_cheap(eqns) and runs_in_float32(eqns))

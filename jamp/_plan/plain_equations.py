@@ -254,7 +254,7 @@ def _result_traits(equation: Equation, operands: Values, used: Sequence[Any]) ->
         numbers = propagate(eqn, [v.traits.numbers for v in operands])
     if name in _primitives.MATMULS:
         low = all(d in _dtypes.LOW_DTYPES for d in used[:2])
-        if not low or is_elementwise(eqn):
+        if not low or adds_nothing(eqn):
             return Traits(data=data)
         rules = caster.options.policy.function_rules
         layer = any(rules.get(found) is Rule.LOWER for found in context.inside)
@@ -340,7 +340,7 @@ def plan_convert(equation: Equation) -> list[Value]:
     return [caster.cast(value, target)]
 
 
-def is_elementwise(eqn: JaxprEqn) -> bool:
+def adds_nothing(eqn: JaxprEqn) -> bool:
     """Whether an equation is a product that adds nothing up."""
     name = eqn.primitive.name
     grouped = eqn.params.get("feature_group_count", 1) > 1

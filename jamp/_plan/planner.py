@@ -18,7 +18,7 @@ from jamp._dtypes import FLOAT32, eligible, exceeds_16_bits
 from jamp._errors import BannedOpError, JampWarning
 from jamp._plan.listed_calls import ListedCall, plan_listed_call
 from jamp._plan.plain_equations import (
-    is_elementwise,
+    adds_nothing,
     plan_as_traced,
     plan_convert,
     plan_plain,
@@ -308,7 +308,7 @@ def primitive_ruling(eqn: JaxprEqn, operands: Values, policy: Policy) -> Ruling:
 
 def _promoted(eqn: JaxprEqn, operands: Values) -> Origin | None:
     """Why a product promotes although the policy lowers its primitive, if it does."""
-    if is_elementwise(eqn):
+    if adds_nothing(eqn):
         return Origin.ELEMENTWISE
     if all(value.traits.table for value in operands):
         return Origin.TABLE

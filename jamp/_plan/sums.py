@@ -11,7 +11,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from jamp import _dtypes, _primitives
 from jamp._dtypes import DType, shape_of
-from jamp._plan.values import Origin, Value, Values
+from jamp._plan.values import Carried, Value, Values
 
 
 def reduces_fully(eqn: JaxprEqn, operands: Values) -> bool:
@@ -47,7 +47,7 @@ class CarriedSum(NamedTuple):
     """A loop's sum, which an equation adds to or hands on."""
 
     dtype: DType  # which readers see of it
-    origins: frozenset[Origin]
+    origins: frozenset[Carried]
 
 
 def made_of(eqn: JaxprEqn, operands: Values) -> list[Values]:

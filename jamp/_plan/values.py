@@ -114,7 +114,7 @@ def held(numbers: Numbers, dtype: Any) -> Numbers | None:
     return _numbers(_rounded(found, dtype))
 
 
-class Origin(NamedTuple):
+class Carried(NamedTuple):
     """Of what a loop carries, one that a sum comes from."""
 
     loop: int  # which of those that it stands in, from the outermost
@@ -141,7 +141,7 @@ class Traits(NamedTuple):
     # The 16-bit dtype that readers see of a loop's sum, which is kept in float32; and
     # which of what the loop carries it comes from.
     sums: DType | None = None
-    origins: frozenset[Origin] = frozenset()
+    origins: frozenset[Carried] = frozenset()
 
 
 class Value:
@@ -213,7 +213,7 @@ class Value:
         """Whether it is a loop's sum, kept in float32, to which the loop has added."""
         return self.is_kept and any(origin.added for origin in self.traits.origins)
 
-    def seen(self, narrow: Value, origins: frozenset[Origin]) -> Value:
+    def seen(self, narrow: Value, origins: frozenset[Carried]) -> Value:
         """What readers see of a sum that is kept; those in float32 see the sum."""
         plain = self.knowing(sums=None, origins=frozenset())
         narrow.casts[_dtypes.FLOAT32] = plain
