@@ -34,6 +34,8 @@ from jamp._tracing.trace import copied_names, in_functions, trace
 
 # How many programs a function keeps for its eager calls.
 _PROGRAMS = 128
+# An eager program that holds one of these runs as a whole.
+_AT_ONCE = frozenset({"reshard", "shard_map"})
 # The attribute of a function under autocast that holds what it was made of.
 _MADE = "_jamp_autocast"
 
@@ -96,9 +98,9 @@ def _run(
             return traced.rebuild(emit(plan, arrays))
         program = jax.make_jaxpr(lambda *arrays: emit(plan, arrays))(*arrays)
         run = jaxpr_as_fun(program)
-        # A shard_map that is run eagerly refuses the rules for derivatives in it.
-        shards = any(eqn.primitive.name == "shard_map" for eqn in equations(program))
-        found = jax.jit(run) if shards else run, traced.rebuild
+        # Op by op JAX refuses derivative rules in a shard_map, and XLA some shardings.
+        at_once = {eqn.primitive.name for eqn in equations(program)} & _AT_ONCE
+        found = jax.jit(run) if at_once else run, traced.rebuild
         eager_programs.put(key, found)
     run, rebuild = found
     return rebuild(run(*arrays))
