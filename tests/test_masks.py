@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jaxprs import casts, equations, operand_dtypes, traced
 
 import jamp
@@ -142,6 +143,19 @@ def test_a_constant_that_float16_would_destroy_widens_the_operation(constant, fo
     result = autocast(lambda x: (y := x @ x) + value(y))(x)
     assert result.dtype == jnp.float32
     np.testing.assert_array_equal(result, np.float32(2) + np.float32(constant))
+
+
+@pytest.mark.parametrize("constant", [1e-8, 1e5, -1e9])
+def test_one_of_many_constants_that_float16_would_destroy_is_kept(constant):
+    def shifted(x):
+        numbers = [
+            lax.full((1,), number) for number in (constant, *map(float, range(1, 70)))
+        ]
+        return x @ x + lax.concatenate(numbers, 0)
+
+    result = autocast(shifted)(jnp.ones((70, 70)))
+    assert result.dtype == jnp.float32
+    np.testing.assert_array_equal(result[:, 0], np.float32(70) + np.float32(constant))
 
 
 def test_an_epsilon_keeps_a_division_finite():
