@@ -44,8 +44,8 @@ def product_params(
 ) -> dict[str, Any]:
     """The parameters of JAX's own product, and those of jamp's.
 
-    They are the dtype to multiply in, which the result has too, which operands are
-    casts of the operands after the first two, and whether the result is transposed.
+    They are the dtype to multiply in, which the result has too, and which operands are
+    casts of the operands after the first two.
     """
     return {
         **params,
@@ -53,13 +53,12 @@ def product_params(
         "preferred_element_type": dtype,
         "dtype": dtype,
         "weights": weights,
-        "transposed": False,
     }
 
 
 def _of_jax(params: Mapping[str, Any], **others: Any) -> dict[str, Any]:
     """Parameters as JAX's own product has them, some of them others."""
-    own = ("dtype", "weights", "transposed")
+    own = ("dtype", "weights")
     return {**{n: value for n, value in params.items() if n not in own}, **others}
 
 

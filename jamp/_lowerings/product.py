@@ -38,40 +38,30 @@ DimensionNumbers = tuple[tuple[Dims, Dims], tuple[Dims, Dims]]
 def _product_on_cpu(lhs: Any, rhs: Any, taken: Taken, params: dict[str, Any]) -> Any:
     dims, to = params["dimension_numbers"], params["preferred_element_type"]
     sharding = params["out_sharding"]
-    one_more = params["transposed"] and _are_matrices(lhs, rhs, dims)
     weights = {*taken.late} & {*params["weights"]}
     if taken.whole and any(_reads_as_is(at, lhs, rhs, **params) for at in weights):
         lhs, rhs = (lax.convert_element_type(a, FLOAT32) for a in taken.wide)
         return _by_xla(lhs, rhs, dims, to, sharding, in_float32=True)
     if taken.whole and sharding is None:
-        return multiply_on_cpu(lhs, rhs, dims, to, one_more=one_more)
+        return multiply_on_cpu(lhs, rhs, dims, to)
     fast = lhs.dtype == BFLOAT16 and this_processor().has_fast_products
     if fast and not _is_looped(*_factors(lhs, rhs, dims)):
-        return _by_instructions(
-            lhs, rhs, dims, to, sharding, one_more=one_more, whole=False
-        )
+        return _by_instructions(lhs, rhs, dims, to, sharding, whole=False)
     # Of sharded operands XLA would send float32 copies. It has no loop for 16 bits that
     # gives float32.
     return _by_xla(lhs, rhs, dims, to, sharding, in_float32=to == FLOAT32)
 
 
-def multiply_on_cpu(
-    lhs: Any,
-    rhs: Any,
-    dims: DimensionNumbers,
-    to: DType,
-    *,
-    one_more: bool = False,
-) -> Any:
+def multiply_on_cpu(lhs: Any, rhs: Any, dims: DimensionNumbers, to: DType) -> Any:
     """A product of 16-bit arrays, added up in float32, as is fastest on this processor.
 
-    The arrays are on one device. XLA may have to be given a dimension more.
+    The arrays are on one device.
     """
     processor = this_processor()
     factors = _factors(lhs, rhs, dims)
     fast = lhs.dtype == BFLOAT16 and processor.has_fast_products
     if fast and not _is_slow(*factors):
-        return _in_two_rows(*factors, to, one_more=one_more)
+        return _in_two_rows(*factors, to)
     # Multiplied and summed in float32: the same product, without a loop that takes its
     # operands apart one by one.
     slow = lhs.dtype == FLOAT16 or fast or processor.gains is False
@@ -192,7 +182,7 @@ def _is_looped(left: _Factor, right: _Factor) -> bool:
     return bool(left.batch) and not KEEPS_BARRIERS and multiplications < _LOOPED_BELOW
 
 
-def _in_two_rows(left: _Factor, right: _Factor, to: DType, *, one_more: bool) -> Any:
+def _in_two_rows(left: _Factor, right: _Factor, to: DType) -> Any:
     """A product by instructions, of a single row as of two.
 
     XLA multiplies a row and a matrix of bfloat16 in float32, for which it writes out
@@ -200,9 +190,7 @@ def _in_two_rows(left: _Factor, right: _Factor, to: DType, *, one_more: bool) ->
     """
     single = [factor.rows == 1 for factor in (left, right)]
     if all(single) or not any(single):
-        multiply = partial(
-            _by_instructions, to=to, out_sharding=None, one_more=one_more
-        )
+        multiply = partial(_by_instructions, to=to, out_sharding=None)
         return _in_best_order(left, right, multiply, fast=True)
     row, matrix = (left, right) if single[0] else (right, left)
     result = _row_by_matrix(row, matrix, to)
@@ -266,7 +254,7 @@ def _row_by_matrix(row: _Factor, matrix: _Factor, to: DType) -> Any:
     rows = jnp.stack([array, array], start)
     added = tuple(range(start + 1, rows.ndim))
     numbers = (added, matrix.added), (tuple(range(start)), matrix.batch)
-    both = _by_instructions(rows, matrix.array, numbers, to, None, one_more=False)
+    both = _by_instructions(rows, matrix.array, numbers, to, None)
     return lax.index_in_dim(both, 0, start, keepdims=False)
 
 
@@ -277,25 +265,25 @@ def _by_instructions(
     to: DType,
     out_sharding: Any,
     *,
-    one_more: bool,
     whole: bool = True,
 ) -> Any:
     """A product of bfloat16 arrays by fast instructions.
 
-    XLA takes them only where the contracted dimension of the left operand is its last.
-    It transposes one that is not, instead of failing or going through a loop, if the
-    operands have a dimension of size one more. So it does with a cotangent that was
-    transposed on the way, as in attention: a stack of matrices that is multiplied with
-    it would be in float32.
+    XLA takes them only where the contracted dimension of the left operand is its last,
+    in memory too. With a dimension of size one more it transposes one in which it is
+    not, instead of failing, going through a loop or multiplying in float32.
     """
     (left, right), batch = dimension_numbers
-    if one_more or (len(left) == 1 and left[0] < lhs.ndim - 1):
-        dimension_numbers = ((*left, lhs.ndim), (*right, rhs.ndim)), batch
-        lhs, rhs = (lax.expand_dims(array, (array.ndim,)) for array in (lhs, rhs))
     rounded = to == BFLOAT16 and _rounds(lhs, rhs, dimension_numbers)
-    if whole:
-        # XLA would send more of arrays on several devices.
+    last = left == (lhs.ndim - 1,)
+    if whole and last and right == (rhs.ndim - 1,) and not batch[0]:
+        # The right one it reads across, if it is not transposed for such a dimension.
         lhs, rhs = _in_order(lhs), _in_order(rhs)
+    # Of arrays on several devices it would send more.
+    elif whole or (len(left) == 1 and not last):
+        lhs, rhs = (lax.expand_dims(array, (0,)) for array in (lhs, rhs))
+        added = (*_behind_one(left), 0), (*_behind_one(right), 0)
+        dimension_numbers = added, (_behind_one(batch[0]), _behind_one(batch[1]))
     # Nor may XLA swallow a transpose in front, as one that it makes of cumsum, nor one
     # behind, for which it would swap the operands.
     result = lax.dot_general(
@@ -309,23 +297,20 @@ def _by_instructions(
     return lax.convert_element_type(lax.optimization_barrier(result), to)
 
 
+def _behind_one(dims: Dims) -> Dims:
+    return tuple(d + 1 for d in dims)
+
+
 def _in_order(array: Any) -> Any:
     """The same array, whose elements XLA takes to lie in the order of its dimensions.
 
     It takes those of a transpose to lie as they did, and so for what is computed from
-    one element by element; then it multiplies in float32. It takes new dimensions of
-    bits for what they are, until it drops them again.
+    one element by element. It takes new dimensions of bits for what they are, until it
+    drops them again.
     """
     bits = lax.bitcast_convert_type(array, jnp.uint16)
     one_more = lax.bitcast_convert_type(lax.expand_dims(bits, (0,)), array.dtype)
     return lax.squeeze(one_more, (0,))
-
-
-def _are_matrices(lhs: Any, rhs: Any, dims: DimensionNumbers) -> bool:
-    """Whether this is a stack of products of matrices, each as it is."""
-    (left, right), (left_batch, right_batch) = dims
-    stacked = lhs.ndim > 2 and left_batch == right_batch == tuple(range(lhs.ndim - 2))
-    return stacked and left == (lhs.ndim - 1,) and right == (rhs.ndim - 2,)
 
 
 def _rounds(lhs: Any, rhs: Any, dims: DimensionNumbers) -> bool:
@@ -379,7 +364,6 @@ def _gradient(place: int, cotangent: Any, *factors: Any, **params: Any) -> Any:
         "dimension_numbers": numbers,
         "preferred_element_type": aval.dtype,
         "out_sharding": _sharding_in(aval, order),
-        "transposed": order != sorted(order),
     }
     result = product_p.bind(*factors, **params)
     return lax.transpose(result, np.argsort(order))
