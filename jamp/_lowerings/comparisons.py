@@ -1,4 +1,4 @@
-"""What tells larger from smaller bfloat16: on CPUs in float32, to the same end.
+"""Comparisons of bfloat16, which CPUs make in float32 with the same result.
 
 XLA of JAX 0.12 compares bfloat16 on CPUs an element at a time, so that relu takes five
 times as long as in float32; in 0.10 top_k takes thirty times.

@@ -1,4 +1,4 @@
-"""What a loop carries: the dtypes at which it stays what it is, and its sums."""
+"""What a loop carries: the dtypes that no iteration changes any more, and its sums."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ class Value:
 
     @property
     def handed_over(self) -> Value:
-        """What another program knows of it: of a sum's 16 bits, no sum."""
+        """What a program outside of the loop knows: not that its 16 bits are a sum."""
         if self.traits.sums is None or self.is_kept:
             return self
         return self.knowing(sums=None, origins=frozenset())

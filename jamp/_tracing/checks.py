@@ -1,4 +1,7 @@
-"""What may be traced, taken and returned, and what an equal call need not trace."""
+"""What may be traced, taken and returned, and the key that equal calls have in common.
+
+Under that an eager call finds the program that an earlier one traced.
+"""
 
 import enum
 import functools

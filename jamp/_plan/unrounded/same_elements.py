@@ -1,4 +1,4 @@
-"""Whose elements a value has: those of what it was selected or copied from."""
+"""Which values have elements in common: one that was rounded meets no other of them."""
 
 from collections.abc import Callable, Iterable, Sequence
 
