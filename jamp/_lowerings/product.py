@@ -276,8 +276,10 @@ def _by_instructions(
     (left, right), batch = dimension_numbers
     rounded = to == BFLOAT16 and _rounds(lhs, rhs, dimension_numbers)
     last = left == (lhs.ndim - 1,)
-    if whole and last and right == (rhs.ndim - 1,) and not batch[0]:
-        # The right one it reads across, if it is not transposed for such a dimension.
+    across = right == (rhs.ndim - 1,) and not batch[0]
+    if whole and last and (across or not KEEPS_BARRIERS):
+        # For such a dimension it would transpose a right one that it reads across, and,
+        # where it drops barriers early, copy the left one.
         lhs, rhs = _in_order(lhs), _in_order(rhs)
     # Of arrays on several devices it would send more.
     elif whole or (len(left) == 1 and not last):
