@@ -108,7 +108,7 @@ def _run(
 
 def _cast_outputs(result: Any, dtype: Any) -> Any:
     def converted(leaf: Any, of_function: bool) -> Any:
-        if of_function or not is_array(leaf):
+        if of_function or nnx_modules.is_module(leaf) or not is_array(leaf):
             return leaf
         if not jax.numpy.issubdtype(leaf.dtype, np.floating):
             return leaf
@@ -123,8 +123,11 @@ def _cast_outputs(result: Any, dtype: Any) -> Any:
 
     if dtype is None:
         return result
-    leaves, tree = jax.tree.flatten(result)
-    return jax.tree.unflatten(tree, map(converted, leaves, in_functions(result)))
+    # A module is itself: its state is no result, and a copy would have its own.
+    is_leaf = nnx_modules.is_module
+    leaves, tree = jax.tree.flatten(result, is_leaf)
+    inside = in_functions(result, is_leaf)
+    return jax.tree.unflatten(tree, map(converted, leaves, inside))
 
 
 class Autocast:

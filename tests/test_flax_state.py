@@ -42,6 +42,17 @@ class Remembering(nnx.Module):
         return h
 
 
+@pytest.mark.parametrize("dtype", [None, jnp.float32, jnp.float16])
+def test_a_module_that_is_returned_is_itself(dtype):
+    """With output_dtype too, of which its state is none."""
+    model = Remembering()
+    step = gpu(lambda model, x: (model, model(x)), output_dtype=dtype)
+    returned, y = step(model, X)
+    assert returned is model
+    assert y.dtype == (dtype or jnp.float32)
+    assert returned.last[...].dtype == jnp.float32
+
+
 WAYS = {
     "eager": lambda model: gpu(lambda model: model(X))(model),
     "jit outside": lambda model: nnx.jit(gpu(lambda model: model(X)))(model),

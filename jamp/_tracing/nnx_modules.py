@@ -40,6 +40,12 @@ class Prepared(NamedTuple):
     paths: Callable[[], Mapping[int, tuple[Any, ...]]] = dict
 
 
+def is_module(value: Any) -> bool:
+    """Whether a value is a module of flax.nnx, or another such object with state."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(value, nnx.Pytree)
+
+
 def unwrap(fn: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
     """The call that a call of a `functools.partial` makes, or the same call."""
     while isinstance(fn, partial):

@@ -202,10 +202,14 @@ def _is_function(node: Any) -> bool:
     return is_made_by_jax(node)
 
 
-def in_functions(result: Any) -> list[bool]:
+def in_functions(
+    result: Any, is_leaf: Callable[[Any], bool] = lambda node: False
+) -> list[bool]:
     """Which leaves of a result belong to functions made while tracing."""
-    nodes = jax.tree.leaves(result, is_leaf=_is_function)
-    return [_is_function(node) for node in nodes for _ in jax.tree.leaves(node)]
+    nodes = jax.tree.leaves(result, lambda node: _is_function(node) or is_leaf(node))
+    return [
+        _is_function(node) for node in nodes for _ in jax.tree.leaves(node, is_leaf)
+    ]
 
 
 def _widening(result: Any) -> Any:
