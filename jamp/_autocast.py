@@ -279,7 +279,7 @@ def unwrapped(
     around = regions.named_arguments(function, given)
     held = getattr(fn, "__dict__", {})
     wrapped, inner, own = held.get(_MADE, (None, None, around))
-    if wrapped is None or wrapped is not fn.__wrapped__:
+    if wrapped is None or wrapped is not getattr(fn, "__wrapped__", None):
         return fn, around, given
     if own.policy is None and own.device_type is None:
         own = replace(own, device_type=around.device_type, policy=around.policy)

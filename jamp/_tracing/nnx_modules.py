@@ -43,7 +43,7 @@ class Prepared(NamedTuple):
 def is_module(value: Any) -> bool:
     """Whether a value is a module of flax.nnx, or another such object with state."""
     nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(value, nnx.Pytree)
+    return isinstance(value, getattr(nnx, "Pytree", ()))
 
 
 def unwrap(fn: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
