@@ -108,7 +108,7 @@ def _run(
 
 def _cast_outputs(result: Any, dtype: Any) -> Any:
     def converted(leaf: Any, of_function: bool) -> Any:
-        if of_function or nnx_modules.is_module(leaf) or not is_array(leaf):
+        if of_function or not is_array(leaf):
             return leaf
         if not jax.numpy.issubdtype(leaf.dtype, np.floating):
             return leaf
