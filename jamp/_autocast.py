@@ -22,13 +22,13 @@ from jax.extend.core import jaxpr_as_fun
 from jamp import _dtypes
 from jamp._compat import api_boundary, under_trace
 from jamp._emit import emit
-from jamp._equations import equations
+from jamp._equations import equations, looks_for_nans
 from jamp._errors import AutocastError, AutocastTypeError
 from jamp._lowerings.processor import warn_if_slow
 from jamp._plan.planner import make_plan, warn_unmatched
 from jamp._policy.policy import Policy
 from jamp._tracing import nnx_modules, regions
-from jamp._tracing.checks import check_function, is_array, looks_for_nans, signature
+from jamp._tracing.checks import check_function, is_array, signature
 from jamp._tracing.regions import Arguments, Options
 from jamp._tracing.trace import copied_names, in_functions, trace
 

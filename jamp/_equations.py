@@ -14,7 +14,9 @@ from jax.extend.core import (
     jaxprs_in_params,
 )
 
+from jamp._compat import becomes_a_program, checkpoint, settings
 from jamp._dtypes import shape_of
+from jamp._primitives import CALLS
 
 
 def equations(
@@ -176,5 +178,46 @@ def bind(eqn: JaxprEqn, arrays: Sequence[Any], **params: Any) -> list[Any]:
 def bind_primitive(
     primitive: Primitive, params: dict[str, Any], arrays: Sequence[Any]
 ) -> list[Any]:
+    if primitive.name in _OPENED and _checks_each():
+        return _op_by_op(closed(params[CALLS[primitive.name]]), arrays)
     results = primitive.bind(*arrays, **primitive.get_bind_params(params))
     return list(results) if primitive.multiple_results else [results]
+
+
+def looks_for_nans() -> bool:
+    """Whether JAX raises where a NaN or an infinity is computed."""
+    flags = ("jax_debug_nans", "jax_debug_infs")
+    return any(getattr(jax.config, flag) for flag in flags)
+
+
+def _checks_each() -> bool:
+    """Whether operations run at this moment, and JAX looks for NaN in what each gives.
+
+    Of what runs as one for it, as a jitted function does, it would not say where.
+    """
+    return looks_for_nans() and not becomes_a_program()
+
+
+def checkpointed(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """A function that is run again for its derivative, but where JAX looks for NaN."""
+    return function if _checks_each() else checkpoint(function, **options)
+
+
+# Calls that JAX itself runs op by op to find a NaN that they give.
+_OPENED = frozenset({"closed_call", "jit", "remat2"})
+
+
+def _op_by_op(program: Any, arrays: Sequence[Any]) -> list[Any]:
+    """The results of a program, of which each operation runs by itself."""
+    jaxpr = program.jaxpr
+    env = dict(zip(jaxpr.constvars, program.consts, strict=True))
+    env.update(zip(jaxpr.invars, arrays, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        with settings(eqn):
+            results = bind(eqn, list(map(read, eqn.invars)))
+        env.update(zip(eqn.outvars, results, strict=True))
+    return list(map(read, jaxpr.outvars))

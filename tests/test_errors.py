@@ -186,7 +186,13 @@ def test_a_banned_function_names_the_users_line_and_the_way_out():
 
 @pytest.mark.parametrize(
     ("flag", "fn"),
-    [("jax_debug_nans", jnp.log), ("jax_debug_infs", lambda x: 1 / (x - x))],
+    [
+        ("jax_debug_nans", jnp.log),
+        ("jax_debug_nans", jax.jit(lambda x: 2 * jnp.log(x))),
+        ("jax_debug_nans", jax.checkpoint(lambda x: 2 * jax.jit(jnp.log)(x))),
+        ("jax_debug_nans", lambda x: jax.jit(jnp.log)(x * jnp.dot(x, x)).mean()),
+        ("jax_debug_infs", lambda x: 1 / (x - x)),
+    ],
 )
 def test_flags_of_jax_that_look_for_nan_and_inf_find_it(flag, fn):
     wrapped, x = gpu(fn), -jnp.ones(3)

@@ -22,10 +22,10 @@ from jax.extend.core import JaxprEqn, Literal, Var, jaxprs_in_params
 from jax.extend.source_info_util import current_name_stack, user_context
 
 from jamp import _primitives
-from jamp._compat import checkpoint, settings
+from jamp._compat import settings
 from jamp._dtypes import FLOAT32, dtype_of, shape_of
 from jamp._emit.emitter import Arrays, Emitter, emits
-from jamp._equations import bind, content, nested, read_by
+from jamp._equations import bind, checkpointed, content, nested, read_by
 from jamp._lowerings.hook import with_own_primitive
 from jamp._plan.plan import Float32Call
 
@@ -198,7 +198,7 @@ def _recomputing(
         )
 
     policy = partial(_saves, saved)
-    return checkpoint(widen_and_run, policy=policy, prevent_cse=barred)
+    return checkpointed(widen_and_run, policy=policy, prevent_cse=barred)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -13,11 +13,11 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes
-from jamp._compat import checkpoint, scan_counts
+from jamp._compat import scan_counts
 from jamp._emit.conversions import convert, convert_all
 from jamp._emit.emitter import Arrays, Emitter, emits
 from jamp._emit.loop_stacks import stackable, stacks_in_float32
-from jamp._equations import bind
+from jamp._equations import bind, checkpointed
 from jamp._plan.plan import Structural
 
 
@@ -62,7 +62,7 @@ def emit_checkpoint(emitter: Emitter, action: Structural, arrays: Arrays) -> Arr
         program = emitter.closed(plan, taken)
         if not program.consts:
             return bind(action.eqn, taken, jaxpr=program.jaxpr)
-    function = checkpoint(
+    function = checkpointed(
         lambda *arrays: emitter.run(plan, convert_all(arrays, dtypes)),
         prevent_cse=params["prevent_cse"],
         policy=params["policy"],

@@ -11,8 +11,8 @@ import numpy as np
 import optax
 from jax.tree_util import keystr, tree_leaves_with_path
 
+from jamp._equations import looks_for_nans
 from jamp._errors import ScalerError, ScalerTypeError
-from jamp._tracing.checks import looks_for_nans
 
 LARGEST = float(np.finfo(np.float32).max)
 LARGEST_COUNT = int(np.iinfo(np.int32).max)

@@ -48,12 +48,6 @@ class Constant:
         return id(self.value)
 
 
-def looks_for_nans() -> bool:
-    """Whether JAX raises where a NaN or an infinity is computed."""
-    flags = ("jax_debug_nans", "jax_debug_infs")
-    return any(getattr(jax.config, flag) for flag in flags)
-
-
 def refuse_made(result: Any, arguments: Sequence[Any]) -> None:
     """Raises for a result that the function made and that is no value.
 
