@@ -194,3 +194,25 @@ def poisoned(tree, place, value):
     leaf = leaves[number]
     leaves[number] = leaf.reshape(-1).at[index].set(value).reshape(leaf.shape)
     return structure.unflatten(leaves)
+
+
+def in_a_scan(update, state, events):
+    """The states of a run, in one program."""
+
+    def body(state, event):
+        state = update(state, event)
+        return state, state
+
+    return jax.jit(lambda state, events: jax.lax.scan(body, state, events)[1])(
+        state, events
+    )
+
+
+def assert_steps(actual, trace, steps):
+    """Scale and tracker are torch's at some steps, bit for bit."""
+    assert steps.any()
+    for found, expected in (
+        (actual.scale, trace.scale),
+        (actual.growth_tracker, trace.tracker),
+    ):
+        assert bits(np.asarray(found)[steps]) == bits(expected[steps])

@@ -5,15 +5,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from diagnosed import EYE, diagnose
 
 import jamp
 
 X = np.linspace(0.1, 3, 64, dtype=np.float32).reshape(8, 8)
-EYE = np.eye(8, dtype=np.float32)
-
-
-def diagnose(fn, **options):
-    return jamp.diagnose(fn, device_type="gpu", progress=False, **options)
 
 
 def gradients(diagnosis):

@@ -6,15 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from diagnosed import EYE, X, diagnose, square
 
 import jamp
-
-X = np.linspace(1, 300, 64, dtype=np.float32).reshape(8, 8)
-EYE = np.eye(8, dtype=np.float32)
-
-
-def diagnose(fn, **options):
-    return jamp.diagnose(fn, device_type="gpu", progress=False, **options)
 
 
 def pasted(code, fn, namespace):
@@ -46,10 +40,6 @@ def test_the_rule_for_a_method_in_a_script_can_be_pasted():
     assert "[Model.scores]" in suggestion.code
     cured = pasted(suggestion.code, model, script)(X, EYE)
     np.testing.assert_allclose(cured, model(X, EYE), rtol=0.01)
-
-
-def square(x):
-    return x * x
 
 
 def mean(h):

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax.extend.core import Literal, jaxprs_in_params
 from jaxprs import LOW, factors, traced
+from terminals import shown
 from test_explain import cells
-from test_explain_output import shown
 
 import jamp
 

@@ -26,6 +26,9 @@ FOLDERS = {"jamp": "jamp", **SETUPTOOLS["package-dir"]}
 LIBRARY = sorted(
     path for folder in FOLDERS.values() for path in (ROOT / folder).rglob("*.py")
 )
+PYTHON = [*LIBRARY]
+for folder in ("tests", "benchmarks", "examples"):
+    PYTHON += sorted((ROOT / folder).rglob("*.py"))
 LINKS = ["policies", "pallas_kernels"]
 COMPAT = ROOT / "jamp" / "_compat.py"
 
@@ -33,8 +36,8 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
 
-def check_files(check):
-    check_each(LIBRARY, check, lambda path: str(path.relative_to(ROOT)))
+def check_files(check, paths=LIBRARY):
+    check_each(paths, check, lambda path: str(path.relative_to(ROOT)))
 
 
 def packages_on_disk(root):
@@ -304,7 +307,7 @@ def test_files_and_functions_are_short():
         assert len(source.splitlines()) <= MAX_FILE_LINES
         assert long_functions(source) == []
 
-    check_files(check)
+    check_files(check, PYTHON)
 
 
 def test_long_function_is_noticed():

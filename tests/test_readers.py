@@ -5,15 +5,19 @@ import jax.numpy as jnp
 import numpy as np
 import program_figures
 import pytest
-from jax.scipy import special
 from jaxprs import equations, traced
+from unrounded import (
+    EYE,
+    POLICIES,
+    activations,
+    assert_gradient_near,
+    both,
+    both_policies,
+    error_in_roundings,
+)
 
 import jamp
 from jamp._plan.unrounded import groups
-
-POLICIES = {"gpu": jnp.float16, "cpu": jnp.bfloat16}
-both_policies = pytest.mark.parametrize("device", POLICIES)
-EYE = jax.device_put(np.eye(64, dtype=np.float32))
 
 
 def layer_norm(x):
@@ -100,36 +104,6 @@ PLACES = (
 )
 
 
-def activations(std, mean, dtype):
-    x = np.random.default_rng(0).normal(mean, std, (8, 64))
-    return jax.device_put(x.astype(dtype).astype(np.float32))
-
-
-def both(fn, device, of=lambda fn: fn):
-    """One program for what `of` makes of a function, under autocast and in float32.
-
-    Of excess precision there would be more in one program than in two.
-    """
-    wrapped = jamp.autocast(lambda x: fn(x @ EYE), device_type=device)
-    return jax.jit(
-        lambda *args: (of(wrapped)(*args), of(fn)(*args)),
-        compiler_options={"xla_allow_excess_precision": False},
-    )
-
-
-def assert_gradient_near(found, expected, roundings, device, rtol=0):
-    """Within roundings of the largest number."""
-    atol = roundings * jnp.finfo(POLICIES[device]).eps * np.abs(expected).max()
-    np.testing.assert_allclose(found, expected, atol=atol, rtol=rtol)
-
-
-def error_in_roundings(fn, x, device, of=lambda fn: fn):
-    """Of the results, against float32 on the same 16-bit numbers."""
-    found, expected = map(np.asarray, both(fn, device, of)(x))
-    error = np.abs(found.astype(np.float32) - expected).max()
-    return float(error / np.abs(expected).max() / jnp.finfo(POLICIES[device]).eps)
-
-
 @both_policies
 @pytest.mark.parametrize(("std", "mean"), [(1, 20), (300, 0), (0.1, 0)])
 @every_norm
@@ -212,15 +186,6 @@ def test_it_keeps_the_16_bit_input_alone_for_the_backward_pass(norm, device):
     assert dtypes == {jnp.dtype(POLICIES[device]).name}
 
 
-ORDERS = {
-    "top_k": lambda x: jax.lax.top_k(x, 3)[::-1],
-    "argmax": lambda x: [jnp.argmax(x, -1)],
-    "argmin": lambda x: [jax.jit(lambda x: jnp.argmin(x, -1))(x)],
-    "argsort": lambda x: [jnp.argsort(x)],
-    "sort": lambda x: jax.lax.sort([x, jax.lax.iota(int, x.size)], num_keys=1)[::-1],
-}
-
-
 def test_a_long_chain_is_planned_in_time_proportional_to_its_length(monkeypatch):
     added = []
     add = groups.Group.add
@@ -239,87 +204,6 @@ def test_a_long_chain_is_planned_in_time_proportional_to_its_length(monkeypatch)
     program = traced(fn, jnp.ones((4, 4)))
     traced(jamp.autocast(fn, device_type="cpu"), jnp.ones((4, 4)))
     assert len(program.eqns) / 2 < len(added) < len(program.eqns) * 2
-
-
-@both_policies
-@pytest.mark.parametrize("name", ORDERS)
-def test_which_is_the_largest_is_asked_before_the_rounding(name, device):
-    x = activations(1, 0, POLICIES[device])[:1]
-
-    def fn(x):
-        close = jnp.sqrt(100 + x)  # many are equal when they are rounded
-        return ORDERS[name](close[0])
-
-    (places, *values), (expected, *_) = both(fn, device)(x)
-    np.testing.assert_array_equal(places, expected)
-    assert [value.dtype for value in values] == [POLICIES[device]] * len(values)
-
-
-MOVES = {
-    "at": lambda h: h.at[0].set(1.0),
-    "concatenate": lambda h: jnp.concatenate([h, h]),
-    "cummax": lambda h: jax.lax.cummax(h, axis=1),
-    "dynamic_slice": lambda h: jax.lax.dynamic_slice_in_dim(h, 1, 2),
-    "dynamic_update_slice": lambda h: jax.lax.dynamic_update_slice(h, h[:2], (2, 0)),
-    "pad": lambda h: jnp.pad(h, 1, constant_values=1.0),
-    "relu": jax.nn.relu,
-    "relu6": jax.nn.relu6,
-    "sharding": lambda h: jax.lax.with_sharding_constraint(h, EYE.sharding),
-    "split": lambda h: jnp.concatenate(jnp.split(h, 2)[::-1]),
-    "stack": lambda h: jnp.stack([h, h]),
-    "tile": lambda h: jnp.tile(h, 2),
-    "unstack": lambda h: jnp.add(*jnp.unstack(h)[:2]) / 2,
-}
-
-
-@both_policies
-@pytest.mark.parametrize("name", MOVES)
-def test_what_moves_a_value_before_its_reader_does_not_round_it(name, device):
-    def of_about_one(h):
-        return jnp.log(MOVES[name](1 + 2**-10 * jnp.tanh(h)))
-
-    x = activations(1, 0, POLICIES[device])
-    assert error_in_roundings(of_about_one, x, device) <= 0.5
-    total = lambda fn: lambda x: fn(x).astype(jnp.float32).sum()  # noqa: E731
-    gradient = both(of_about_one, device, lambda fn: jax.grad(total(fn)))
-    eps = jnp.finfo(POLICIES[device]).eps
-    assert_gradient_near(*gradient(x), 1, device, rtol=eps)
-
-
-@jax.custom_vjp
-def log_of_the_rest(p):
-    return jnp.log(1 - p)
-
-
-log_of_the_rest.defvjp(
-    lambda p: (log_of_the_rest(p), 1 - p), lambda rest, ct: (-ct / rest,)
-)
-RULED = {
-    "custom_vjp": log_of_the_rest,
-    "entropy": lambda p: -special.xlogy(p, p) - special.xlog1py(1 - p, -p),
-    "log_ndtr": lambda p: special.log_ndtr(20 * p - 10),
-    "logaddexp": lambda p: jnp.logaddexp(4 * p, jnp.log(1 - p)),
-    "logit": special.logit,
-    "ndtri": special.ndtri,
-    "zeta": lambda p: special.zeta(2.01 - p, 1.0),
-}
-
-
-@both_policies
-@pytest.mark.parametrize("name", RULED)
-def test_a_function_with_a_derivative_rule_takes_what_was_not_rounded(name, device):
-    """Near one 16 bits have but a few numbers, and one itself."""
-
-    def of_nearly_one(h):
-        return RULED[name](0.5 + 0.5 * jnp.tanh(h))
-
-    x = activations(2, 0, POLICIES[device])
-    assert error_in_roundings(of_nearly_one, x, device) <= 0.5
-    own = jamp.autocast(lambda x: of_nearly_one(x @ EYE), device_type=device)
-    gradient = jax.grad(lambda x: own(x).astype(jnp.float32).sum())(x)
-    expected = jax.grad(lambda x: of_nearly_one(x).sum())(x)
-    eps = jnp.finfo(POLICIES[device]).eps
-    np.testing.assert_allclose(gradient, expected, rtol=eps, atol=eps)
 
 
 @both_policies
@@ -355,45 +239,6 @@ def test_what_nobody_reads_rounds_nothing(device):
     )
     assert others == [alone, alone]
     np.testing.assert_allclose(alone, loss(x), rtol=1e-3)
-
-
-ELEMENTS = {
-    "cummax": lambda h: jax.lax.cummax(h, axis=1),
-    "top_k": lambda h: jax.lax.top_k(h, 1)[0],
-    "scan": lambda h: jax.lax.scan(
-        lambda most, row: (jnp.maximum(most, row),) * 2, h[0], h
-    )[1],
-    "segment_max, transposed": lambda h: (
-        jax.ops.segment_max(h.T, jnp.zeros(64, int), 1).T
-    ),
-    "cond": lambda h: jax.lax.cond(h[0, 0] < 9, lambda h: h, jnp.negative, h),
-    "checkpoint": jax.checkpoint(lambda h: h * 1),
-    "at": lambda h: jnp.zeros_like(h).at[jnp.arange(64)].set(h),
-    "concatenate": lambda h: jnp.concatenate(jnp.split(h, 4, 1), 1),
-}
-
-
-@both_policies
-@pytest.mark.parametrize("name", ELEMENTS)
-def test_nothing_exceeds_its_maximum_and_a_copy_is_the_same(name, device):
-    """Of both the rounding is read, or of neither: or a logarithm of it is NaN."""
-
-    def gap(x):
-        h = jax.nn.gelu(x @ EYE)
-        return ELEMENTS[name](h) - h
-
-    x = np.random.default_rng(0).standard_normal((64, 64), np.float32)
-    assert np.asarray(jamp.autocast(gap, device_type=device)(x)).min() >= 0
-
-
-@both_policies
-def test_what_is_repeated_may_have_been_cast_to_float32_before(device):
-    def squares(x):
-        offsets = jnp.ones((64, 64)).astype(jnp.float32)
-        return jnp.square((x @ EYE)[None] - offsets[None])
-
-    x = np.full((64, 64), 3, np.float32)
-    np.testing.assert_array_equal(jamp.autocast(squares, device_type=device)(x), 4)
 
 
 @both_policies

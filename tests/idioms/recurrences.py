@@ -1,4 +1,4 @@
-"""Recurrences: decays, state spaces, cells by hand, and steps of solvers."""
+"""Recurrences: decays, state spaces, cells, steps of solvers, sums over paths."""
 
 import jax
 import jax.numpy as jnp
@@ -249,3 +249,31 @@ def highway_of_many_residuals(x):
     for update in x[1:]:
         h = h + 0.01 * jnp.tanh(update)
     return h
+
+
+@add(x=(12, 16))
+def forward_algorithm_by_logaddexp(logits):
+    """As in CTC: paths through states, each of which may stay or go on."""
+    z = logits - logits.max(-1, keepdims=True)
+    logp = z - jnp.log(jnp.exp(z).sum(-1, keepdims=True))
+    start = jnp.where(jnp.arange(16) == 0, 0.0, -1e5)
+
+    def step(alpha, logp):
+        before = jnp.concatenate([jnp.full(1, -1e5), alpha[:-1]])
+        alpha = jnp.logaddexp(alpha, before) + logp
+        return alpha, None
+
+    alpha, _ = jax.lax.scan(step, start, logp)
+    return -alpha[8:12]
+
+
+@add(normal(16, 16), x=(12, 16))
+def crf_partition(emissions, transitions):
+    def step(alpha, e):
+        scores = alpha[:, None] + transitions + e
+        m = scores.max(0)
+        return m + jnp.log(jnp.exp(scores - m).sum(0)), None
+
+    alpha, _ = jax.lax.scan(step, emissions[0], emissions[1:])
+    m = alpha.max()
+    return m + jnp.log(jnp.exp(alpha - m).sum())

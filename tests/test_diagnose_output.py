@@ -1,0 +1,149 @@
+"""How a diagnosis is told, drawn and handed on, and what is no diagnosis."""
+
+import dataclasses
+import inspect
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from diagnosed import X, diagnose, line_of, mean, product, square
+
+import jamp
+
+
+def test_a_diagnosis_is_data():
+    diagnosis = diagnose(lambda x: mean(square(product(x))), loss_scale=1.0)(X)
+    assert not diagnosis.healthy
+    found = json.loads(json.dumps(diagnosis.to_dict(), allow_nan=False))
+    assert found["findings"][0]["location"]["line"] == line_of(square)
+    assert found["healthy"] is False
+    assert found["errors"]["loss"] is None
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        diagnosis.findings = ()
+
+
+def test_the_text_names_line_limit_and_cure():
+    text = str(diagnose(lambda x: mean(square(product(x))))(X))
+    path = inspect.getsourcefile(square)
+    assert f"{path}:{line_of(square)} (square)" in text
+    assert "it reaches 9e+04, float16 holds 6.55e+04" in text
+    assert re.search(r'ran again: healthy.*jamp.Policy.load\("gpu"\)', text, re.DOTALL)
+
+
+def test_what_is_wrong_with_one_line_in_several_modules_is_said_once(tmp_path):
+    def fn(x):
+        sums = []
+        for i in range(3):
+            with jax.named_scope(f"block_{i}/a_module_with_a_long_name"):
+                sums.append(mean(square(product(x))))
+        return sums
+
+    diagnosis = diagnose(fn)(X)
+    assert len(diagnosis.findings) == 3
+    text = str(diagnosis)
+    assert text.count("overflow: ") == 1
+    assert "(square), in block_0/a_module_with_a_long_name, and in 2 more mod" in text
+    diagnosis.plot(tmp_path / "diagnosis.svg")
+    picture = (tmp_path / "diagnosis.svg").read_text("utf-8")
+    assert "overflow \u25b6 block_1/a_module...long_name -->" in picture
+
+
+@pytest.mark.parametrize("loss_scale", [None, 1.0, 2.0**40])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_a_picture_is_drawn(loss_scale, dtype, tmp_path):
+    diagnosis = diagnose(
+        lambda x: jnp.mean(product(x)), loss_scale=loss_scale, dtype=dtype
+    )(X)
+    diagnosis.plot(tmp_path / "diagnosis.png")
+    assert (tmp_path / "diagnosis.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_has_the_module_at_fault_among_many_larger_ones(tmp_path):
+    def fn(x, w):
+        for i in range(20):
+            with jax.named_scope(f"layer_{i}"):
+                x = jnp.tanh(x @ w)
+            if i == 7:
+                with jax.named_scope("culprit"):
+                    square = 300 * x[:1, :2] @ (300 * w[:2, :1])
+        return x, square
+
+    diagnosis = jamp.diagnose(fn, device_type="gpu")(X, 30 * jnp.ones_like(X @ X.T))
+    diagnosis.plot(tmp_path / "diagnosis.svg")
+    picture = (tmp_path / "diagnosis.svg").read_text("utf-8")
+    drawn = re.findall("<!-- (.*(?:layer_|culprit).*) -->", picture)
+    assert "overflow \u25b6 culprit" in drawn
+    assert len(drawn) < 20
+    assert [h.findings for h in diagnosis.histograms if h.findings] == [("overflow",)]
+
+
+def test_progress_is_shown_on_stderr_if_asked_for(capsys):
+    jamp.diagnose(product, device_type="gpu", progress=True)(X)
+    assert "diagnosing" in capsys.readouterr().err
+    diagnose(product)(X)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_without_rich_progress_is_a_plain_line(capsys, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "rich.progress", None)
+    jamp.diagnose(product, device_type="gpu", progress=True)(X)
+    assert re.search(r"diagnosing: (\d+) of \1 operations", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss_scale": 0.0}, "loss_scale must be positive"),
+        ({"loss_scale": float("inf")}, "loss_scale must be positive"),
+        ({"loss_scale": float("nan")}, "loss_scale must be positive"),
+        ({"loss_scale": -1.0}, "loss_scale must be positive"),
+        ({"loss_scale": 1e39}, "loss_scale must be positive and a float32"),
+        ({"loss_scale": 1e-50}, "loss_scale must be positive and a float32"),
+        ({"loss_scale": "x"}, "loss_scale must be a number, got 'x'"),
+        ({"loss_scale": 1.0, "argnums": 3}, "there are 1 positional arguments"),
+        ({"argnums": None}, "argnums must be the number of an argument, or several"),
+        ({"argnums": "w"}, "argnums must be the number of .*, got 'w'"),
+        ({"argnums": 1.0}, "argnums must be the number of .*, got 1.0"),
+        ({"dtypes": jnp.float16}, "takes the options of jamp.autocast, not dtypes"),
+        ({"dtype": jnp.float32}, "dtype must be float16 or bfloat16"),
+    ],
+)
+def test_wrong_options_raise(options, message):
+    with pytest.raises(jamp.JampError, match=message):
+        diagnose(product, **options)(X)
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "message"),
+    [
+        (lambda x: x, (3,), "give it some arrays"),
+        (product, (jax.ShapeDtypeStruct((8, 8), np.float32),), "arrays with values"),
+        (product, (X,), r"a scalar loss.*got an array of shape \(8, 8\)"),
+        (lambda x: 1.0, (X,), "a scalar loss.*got float"),
+        (lambda x: x.sum(), (np.arange(3),), "there are none"),
+    ],
+)
+def test_wrong_calls_raise(fn, args, message):
+    with pytest.raises(jamp.JampError, match=message):
+        diagnose(fn, loss_scale=1.0)(*args)
+
+
+def test_what_is_no_function_raises():
+    with pytest.raises(jamp.AutocastTypeError, match="takes a function, got int"):
+        jamp.diagnose(3)
+
+
+def test_under_a_transformation_it_raises():
+    with pytest.raises(jamp.AutocastTypeError, match="outside of"):
+        jax.jit(lambda x: diagnose(product)(x).healthy)(X)
+
+
+def test_an_error_of_the_function_is_its_own():
+    def fn(x):
+        raise LookupError("mine")
+
+    with pytest.raises(LookupError, match="mine"):
+        diagnose(fn)(X)
