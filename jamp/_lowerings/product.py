@@ -20,8 +20,10 @@ _ROUNDED_FROM = 2**26
 # as wide as what it is of, one in float32 would take most of the memory.
 _MOST_ADDED = 256
 _WIDE = 8
-# A matrix is cast for as many rows more slowly than it is multiplied in float32.
-_UNCAST_ROWS = 8
+# A matrix is cast for as many rows more slowly than it is multiplied in float32, and a
+# small one for as many multiplications more.
+_UNCAST_ROWS = 12
+_UNCAST_PRODUCTS = 2**19
 # With more rows, or a smaller matrix, float32 is worth the casts of the operands.
 _FEW_ROWS = 32
 _LARGE = 2**20
@@ -41,7 +43,10 @@ def _product_on_cpu(lhs: Any, rhs: Any, taken: Taken, params: dict[str, Any]) ->
     weights = {*taken.late} & {*params["weights"]}
     if taken.whole and any(_reads_as_is(at, lhs, rhs, **params) for at in weights):
         lhs, rhs = (lax.convert_element_type(a, FLOAT32) for a in taken.wide)
-        return _by_xla(lhs, rhs, dims, to, sharding, in_float32=True)
+        multiply = partial(_by_xla, to=to, out_sharding=sharding, in_float32=True)
+        if sharding is None:
+            return _in_best_order(*_factors(lhs, rhs, dims), multiply)
+        return multiply(lhs, rhs, dims)
     if taken.whole and sharding is None:
         return multiply_on_cpu(lhs, rhs, dims, to)
     fast = lhs.dtype == BFLOAT16 and this_processor().has_fast_products
@@ -147,16 +152,21 @@ def _reads_as_is(
     dimension_numbers: DimensionNumbers,
     **params: Any,
 ) -> bool:
-    """Whether a matrix of float32 at a place meets too few rows to be worth a cast.
+    """Whether a matrix of float32 is worth no cast for this product alone.
 
-    One that XLA has to transpose it writes out anyway, in 16 bits or in float32.
+    So it is if it meets few rows, or if the product is in float32 anyway. One that XLA
+    has to transpose it writes out anyway, which in 16 bits is half as much.
     """
+    processor = this_processor()
+    if dtype != BFLOAT16 or not processor.of_x86:
+        return False
     factors = _factors(lhs, rhs, dimension_numbers)
+    if not processor.has_fast_products or _is_slow(*factors):
+        return True
     matrix, rows = factors[place], factors[1 - place].rows
     first = matrix.batch == tuple(range(len(matrix.batch)))
     as_it_is = first and 0 in (matrix.moved_on_the_left, matrix.moved_on_the_right)
-    few = dtype == BFLOAT16 and this_processor().of_x86 and rows <= _UNCAST_ROWS
-    return few and as_it_is
+    return as_it_is and (rows - _UNCAST_ROWS) * matrix.size <= _UNCAST_PRODUCTS
 
 
 def _is_slow(left: _Factor, right: _Factor) -> bool:
