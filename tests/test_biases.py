@@ -224,6 +224,44 @@ def test_a_bias_is_part_of_its_product(device, dtype):
     check_each(BIASES, lambda name: assert_dtype(BIASES[name], device, dtype))
 
 
+# What is multiplied there is rounded before.
+OF_INEXACT_FACTORS = {
+    "of a scaled weight",
+    "of a normalised weight",
+    "of a standardised weight",
+    "second layer",
+    "second layer of experts",
+    "in a scan over layers",
+}
+# Apart from their biases, or products of JAX's own.
+ROUNDED_TWICE = {
+    "behind a barrier",
+    "in a jit",
+    "of a product in a jit",
+    "ragged",
+}
+
+
+def test_on_a_cpu_a_product_and_its_bias_are_rounded_once_as_in_torch():
+    # Exact in bfloat16, and biases about as large as the products.
+    largest = 16, 16, 250
+
+    def check(name):
+        rng = np.random.default_rng(0)
+        fn, *shapes = BIASES[name]
+        arguments = [
+            jnp.asarray(rng.integers(-most, most + 1, shape), jnp.float32)
+            for most, shape in zip(largest, shapes, strict=True)
+        ]
+        found = jax.jit(jamp.autocast(fn, device_type="cpu"))(*arguments)
+        exact = jax.jit(fn)(*arguments).astype(jnp.bfloat16)
+        assert found.dtype == exact.dtype
+        same = bool((found == exact).all())
+        assert same == (name not in ROUNDED_TWICE)
+
+    check_each([name for name in BIASES if name not in OF_INEXACT_FACTORS], check)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_is_no_bias_promotes(device):
     check_each(PROMOTING, lambda name: assert_dtype(PROMOTING[name], device, "float32"))

@@ -204,7 +204,8 @@ def _emit_bind(emitter: Emitter, action: Bind, arrays: Arrays) -> Arrays:
     primitive, params = eqn.primitive, eqn.params
     if action.dtypes is not None:
         avals = _dtypes.all_in_dtypes(eqn.invars, action.dtypes)
-        primitive, params = lowering(eqn, avals, action.weights)
+        to = action.results[0].dtype
+        primitive, params = lowering(eqn, avals, action.weights, to)
     as_traced = action.caster.record.ruling.rule is Rule.AS_TRACED
     if as_traced or eqn.effects or only_staged(arrays):
         return bind_primitive(primitive, params, arrays)

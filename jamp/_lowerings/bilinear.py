@@ -40,17 +40,20 @@ class Taken(NamedTuple):
 
 
 def product_params(
-    params: dict[str, Any], dtype: Any, weights: tuple[int, ...] = ()
+    params: dict[str, Any],
+    dtype: Any,
+    weights: tuple[int, ...] = (),
+    to: Any = None,
 ) -> dict[str, Any]:
     """The parameters of JAX's own product, and those of jamp's.
 
-    They are the dtype to multiply in, which the result has too, and which operands are
-    casts of the operands after the first two.
+    They are the dtype to multiply in, which the result has too unless another is given,
+    and which operands are casts of the operands after the first two.
     """
     return {
         **params,
         "precision": None,
-        "preferred_element_type": dtype,
+        "preferred_element_type": dtype if to is None else to,
         "dtype": dtype,
         "weights": weights,
     }
@@ -227,8 +230,8 @@ def run_as(
     for place, wide in zip(params["weights"], operands[2:], strict=True):
         wides = [wide if here == place else array for here, array in enumerate(low)]
         taken.append(prepared(wides)[eqn.invars[place]])
-    own = product_params(eqn.params, params["dtype"], params["weights"])
-    own["preferred_element_type"] = params["preferred_element_type"]
+    to = params["preferred_element_type"]
+    own = product_params(eqn.params, params["dtype"], params["weights"], to)
     env[eqn.outvars[0]] = primitive.bind(*taken, **own)
     return _evaluated(jaxpr.eqns[at + 1 :], env)[jaxpr.outvars[0]]
 

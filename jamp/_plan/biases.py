@@ -3,18 +3,29 @@
 A bias varies only along dimensions of the product that are the weight's, and is nothing
 that the program makes of iota and literals alone, as bin centres are. For that the
 planner knows of a product which of its dimensions these are, and of other values along
-which dimensions they are repeated.
+which dimensions they are repeated. As in PyTorch, on CPUs the bias is added to what the
+product has added up in float32, and the sum is rounded once; XLA for GPUs does so by
+itself.
 """
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from operator import mul
 from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from jamp import _dtypes
+from jamp import _dtypes, _primitives
+from jamp._dtypes import FLOAT32
+from jamp._lowerings.hook import has_own_product
+from jamp._plan.plan import Bind, Cast, Plan
 from jamp._plan.values import Value, Values
+
+# Of more numbers a product is rounded by itself: in float32 it would be the largest
+# array of many programs, as the scores of a vocabulary are.
+_MOST = 2**22
 
 Dims = tuple[int, ...]
 
@@ -31,6 +42,41 @@ def product_and_bias(x: Value, y: Value) -> Value | None:
         ):
             return product
     return None
+
+
+def in_float32(product: Value, plan: Plan) -> Value | None:
+    """A product of a plan, or what moves one, as it was before it was rounded.
+
+    None if it stands in another plan, or is large.
+    """
+    size = math.prod(product.aval.shape)
+    if isinstance(size, int) and size <= _MOST:
+        return _unrounded(product, plan)
+    return None
+
+
+def _unrounded(value: Value, plan: Plan) -> Value | None:
+    made = (
+        (at, action)
+        for at, action in reversed([*enumerate(plan.actions)])
+        if value.number in [result.number for result in action.results]
+    )
+    at, action = next(made, (0, None))
+    if not isinstance(action, Bind) or len(action.results) > 1:
+        return None
+    name, wide = action.eqn.primitive.name, Value.of(value.aval, FLOAT32, value.traits)
+    if has_own_product(name, action.dtypes or (FLOAT32,) * 2):
+        rounds = Cast((wide,), (value,), action.caster)
+        plan.actions[at : at + 1] = [replace(action, results=(wide,)), rounds]
+        return wide
+    source = None
+    if name in _primitives.MOVEMENT and len(action.operands) == 1:
+        source = _unrounded(action.operands[0], plan)
+    if source is None:
+        return None
+    own = replace(action, operands=(source,), results=(wide,), read=(source,))
+    plan.actions.insert(plan.actions.index(action), replace(own, dtypes=None))
+    return wide
 
 
 def free_dims(

@@ -14,7 +14,7 @@ from jamp._compat import frames, settings
 from jamp._dtypes import FLOAT32, DType
 from jamp._equations import contracted, holds_program
 from jamp._lowerings.hook import has_own_primitive, has_own_product
-from jamp._plan.biases import free_dims, moved, product_and_bias
+from jamp._plan.biases import free_dims, in_float32, moved, product_and_bias
 from jamp._plan.plan import Bind, Broadcast, Equation
 from jamp._plan.records import Origin, Ruling
 from jamp._plan.sums import adds_up, carried_sums, made_of, reduces_fully
@@ -123,7 +123,26 @@ def plan_plain(equation: Equation) -> list[Value]:
     rule = caster.record.ruling.rule
     if rule is not Rule.AS_TRACED and _bound_to_dtypes(eqn):
         return plan_as_traced(equation)
+    layer = _plan_layer(equation) if eqn.primitive.name == "add" else None
+    if layer is not None:
+        return layer
     return cast_and_bind(equation, choose(rule, eqn, operands, context.region.dtype))
+
+
+def _plan_layer(equation: Equation) -> list[Value] | None:
+    """Plans a sum of a product and its bias that is rounded once; None for others."""
+    _, operands, _, caster, *_ = equation
+    promotes = caster.record.ruling.rule is Rule.PROMOTE
+    if not promotes or caster.options.device_type != "cpu":
+        return None
+    product = product_and_bias(*operands)
+    wide = product and in_float32(product, caster.plan)
+    if not (product and wide):
+        return None
+    taken = [wide if value is product else value for value in operands]
+    floating = Dtypes((FLOAT32, FLOAT32))
+    (result,) = cast_and_bind(equation._replace(operands=taken), floating)
+    return [caster.cast(result, product.dtype)]
 
 
 def plan_as_traced(equation: Equation) -> list[Value]:
