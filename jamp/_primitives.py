@@ -29,7 +29,8 @@ BROADCASTING = _names("add atan2 div max min mul pow rem sub")
 # Their results are rounded, also where an operand is a constant.
 ROUNDING = BROADCASTING - _names("max min")
 # They scale or shift an operand, if the other is a constant.
-SCALING = _names("add div mul sub")
+SHIFTING = _names("add sub")
+SCALING = SHIFTING | _names("div mul")
 # They repeat the elements of their operand.
 ENLARGING = _names("broadcast_in_dim broadcast_to tile")
 # They add up, or multiply, what they take.

@@ -319,6 +319,8 @@ BY_A_CONSTANT = {
     "scaled": lambda h: 0.1 * h,
     "divided": lambda h: h / 0.9,
     "divided by a large count": lambda h: h / 5001,
+    "kept or dropped": lambda h: h * ((jnp.abs(h) < 1) / 0.9),
+    "kept or dropped by where": lambda h: h * jnp.where(jnp.abs(h) < 1, 1 / 0.9, 0.0),
 }
 
 

@@ -108,14 +108,18 @@ def _promote(eqn: JaxprEqn, operands: Values) -> Dtypes:
 
 
 def _is_wide(value: Value, eqn: JaxprEqn, dtype: DType) -> bool:
-    """Whether an equation takes a scalar in float32, and rounds its result.
+    """Whether an equation takes a number in float32, and rounds its result.
 
-    One that is computed may be out of range, and its gradient is a sum; a constant
-    would be rounded before the result is.
+    A scalar that is computed may be out of range, and its gradient is a sum; a constant
+    would be rounded before the result is, and all that it scales with it. What masks
+    add is mostly so large that its rounding is nothing.
     """
     if not value.follows:
         return value.rank == 0 and value.dtype == FLOAT32
-    return eqn.primitive.name in _primitives.ROUNDING and inexact(value, dtype)
+    known = _primitives.ROUNDING
+    if value.constant is None:
+        known -= _primitives.SHIFTING
+    return eqn.primitive.name in known and inexact(value, dtype)
 
 
 def plan_plain(equation: Equation) -> list[Value]:

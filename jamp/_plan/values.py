@@ -44,18 +44,16 @@ def _numbers(values: Any) -> Numbers | None:
 
 def destroyed(value: Value, dtype: DType) -> bool:
     """Whether rounding to `dtype` makes an infinity of, or zero of, a constant."""
-    if value.traits.numbers is None:
-        return False
-    numbers = np.array([*value.traits.numbers])
+    numbers = np.array([*(value.traits.numbers or ())])
     rounded = _rounded(numbers, dtype)
     overflows = np.isfinite(numbers) & ~np.isfinite(rounded)
     return bool((overflows | (numbers != 0) & (rounded == 0)).any())
 
 
 def inexact(value: Value, dtype: DType) -> bool:
-    """Whether a scalar constant is another number in `dtype`."""
-    number = value.constant
-    return number is not None and bool(_rounded(number, dtype) != number)
+    """Whether a constant has numbers that are others in `dtype`."""
+    numbers = np.array([*(value.traits.numbers or ())])
+    return bool((_rounded(numbers, dtype) != numbers).any())
 
 
 def _rounded(numbers: Any, dtype: DType) -> Any:
