@@ -28,6 +28,10 @@ from jax._src.ad_checkpoint import CheckpointName as CheckpointName
 # Nor has what `jax.checkpoint` makes with it.
 from jax._src.ad_checkpoint import RematTraced as RematTraced
 
+# The rules of `jax.experimental.checkify` have no public name.
+from jax._src.checkify import error_checks as error_checks
+from jax._src.checkify import nan_error_check as nan_error_check
+
 # No public name gives the settings (x64, mesh, matmul precision ...) that a trace
 # depends on and that jax.jit itself keys its caches on.
 from jax._src.config import trace_context as trace_context

@@ -9,6 +9,7 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir, xla
 
 from jamp._equations import replaced
+from jamp._lowerings.error_checks import check_like
 
 Operation = Callable[..., Any]
 Primitives = Mapping[Primitive, Primitive]
@@ -25,6 +26,7 @@ def like(known: Primitive, abstract_eval: Operation | None = None) -> Primitive:
     primitive.multiple_results = known.multiple_results
     primitive.def_abstract_eval(abstract_eval or as_known)
     primitive.def_impl(partial(xla.apply_primitive, primitive))
+    check_like(known, primitive)
     return primitive
 
 
@@ -97,7 +99,7 @@ def _jvp(
         taken = [t if isinstance(t, ad.Zero) else next(rest) for t in tangents]
         return ad.primitive_jvps[known](arrays[: len(primals)], taken, **params)
 
-    return _binding_own(own, rule, [*primals, *given])
+    return binding_own(own, rule, [*primals, *given])
 
 
 def _transpose(
@@ -114,7 +116,7 @@ def _transpose(
         taken = [x if is_linear else next(rest) for x, is_linear in pairs]
         return rule(cotangent, *taken)
 
-    return _binding_own(own, of_arrays, [cotangent, *given])
+    return binding_own(own, of_arrays, [cotangent, *given])
 
 
 def _batch(
@@ -130,10 +132,10 @@ def _batch(
         batcher = batching.fancy_primitive_batchers[known]
         return batcher(axis_data, arrays, dims, **params)
 
-    return _binding_own(own, rule, arrays)
+    return binding_own(own, rule, arrays)
 
 
-def _binding_own(own: Primitives, rule: Operation, arrays: Sequence[Any]) -> Any:
+def binding_own(own: Primitives, rule: Operation, arrays: Sequence[Any]) -> Any:
     """What a rule of JAX's gives for some arrays, with jamp's primitives in it."""
     static: list[Any] = []
 

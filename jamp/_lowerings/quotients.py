@@ -6,13 +6,20 @@ PyTorch divides by the denominator twice. So does this, in float32, because XLA 
 make one division by the square of the two.
 """
 
+from functools import partial
 from typing import Any
 
 from jax import lax
 from jax.interpreters import ad
 
+from jamp._compat import error_checks
 from jamp._dtypes import FLOAT32
-from jamp._lowerings.own_primitives import like, lower, with_rules_of_jax
+from jamp._lowerings.own_primitives import (
+    binding_own,
+    like,
+    lower,
+    with_rules_of_jax,
+)
 
 _quotient = like(lax.div_p)
 lower(_quotient, lax.div_p.bind, lax.div_p.bind)
@@ -33,4 +40,11 @@ def _jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
     return result, terms[0] if len(terms) == 1 else lax.add(*terms)
 
 
+def _checked(*state_and_operands: Any) -> Any:
+    """What checkify asks of a quotient: whether it divides by zero."""
+    *state, above, below = state_and_operands
+    return binding_own(OWN, partial(error_checks[lax.div_p], *state), (above, below))
+
+
 ad.primitive_jvps[_quotient] = _jvp
+error_checks[_quotient] = _checked

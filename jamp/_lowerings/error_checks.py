@@ -1,0 +1,36 @@
+"""What `jax.experimental.checkify` around a function under autocast has to know."""
+
+from functools import partial
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.extend.core.primitives import remat_p
+
+from jamp._compat import error_checks, nan_error_check
+from jamp._equations import closed
+
+
+def check_like(known: Primitive, primitive: Primitive) -> None:
+    """Has a primitive checked for NaN if one of JAX's is, for which it stands."""
+    if known in error_checks:
+        error_checks[primitive] = partial(nan_error_check, primitive)
+
+
+def _check_of_checkpoint(*taken: Any, jaxpr: Any, **params: Any) -> Any:
+    """The checks of a checkpoint, as those of a jitted function if they need constants.
+
+    JAX raises then, as for an index in the checkpoint; the program may hold none but
+    those that autocast has made.
+    """
+    try:
+        return _of_jax(*taken, jaxpr=jaxpr, **params)
+    except ValueError:
+        program = closed(jaxpr)
+        jitted = jax.jit(jaxpr_as_fun(program))
+        (call,) = jax.make_jaxpr(jitted)(*program.in_avals).eqns
+        return error_checks[call.primitive](*taken, **call.params)
+
+
+_of_jax = error_checks[remat_p]
+error_checks[remat_p] = _check_of_checkpoint
