@@ -30,6 +30,8 @@ from jax._src.ad_checkpoint import RematTraced as RematTraced
 
 # The rules of `jax.experimental.checkify` have no public name.
 from jax._src.checkify import error_checks as error_checks
+
+# Nor has what most of them are made of.
 from jax._src.checkify import nan_error_check as nan_error_check
 
 # No public name gives the settings (x64, mesh, matmul precision ...) that a trace
