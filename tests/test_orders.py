@@ -90,6 +90,29 @@ def test_what_is_equal_stays_equal_in_one_program():
     np.testing.assert_array_equal(*found)
 
 
+CHOSEN = {
+    "the larger": lambda a, b: (jnp.maximum(a, b), jnp.where(a > b, a, b)),
+    "the smaller": lambda a, b: (jnp.minimum(a, b), jnp.where(a < b, a, b)),
+    "clip": lambda a, b: (
+        jnp.clip(a, b, b + 1),
+        jnp.where(a < b, b, a).clip(max=b + 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["in 16 bits", "in float32"])
+@pytest.mark.parametrize("name", CHOSEN)
+def test_what_is_chosen_differs_in_no_bit_from_what_it_was_chosen_of(name, wide):
+    def differences(x, v, w):
+        found = CHOSEN[name](x @ v * 1.37, x @ w * 0.73)
+        left, right = (a.astype(jnp.float32) if wide else a for a in found)
+        return left - right
+
+    rows = jax.random.normal(jax.random.key(0), (3, 64, 64))
+    found = jax.jit(jamp.autocast(differences, dtype=LOW))(*rows)
+    assert not found.any()
+
+
 def test_results_are_those_of_jax_outside_of_jit():
     check_each(
         OPERATIONS.items(), lambda row: same(cast(row[1])(X), by_hand(row[1])(X))

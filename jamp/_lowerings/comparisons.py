@@ -28,17 +28,27 @@ def _define(known: Primitive) -> Primitive:
     return primitive
 
 
+# Whether their operands are rounded, or their results, these are the same.
+_MONOTONE = frozenset({lax.max_p, lax.min_p, lax.clamp_p})
+
+
 def _on_cpu(known: Primitive, /, *arrays: Any, **params: Any) -> Any:
-    made = known.bind(*map(widened, arrays), **params)
+    widen = _cast if known in _MONOTONE else widened
+    made = known.bind(*map(widen, arrays), **params)
     dtype = jax.typeof(arrays[0]).dtype
     return jax.tree.map(lambda a: a.astype(dtype) if eligible(a.dtype) else a, made)
+
+
+def _cast(array: Any) -> Any:
+    return array.astype(FLOAT32) if jax.typeof(array).dtype == BFLOAT16 else array
 
 
 def widened(array: Any) -> Any:
     """An array in float32, if it is in bfloat16, by its bits.
 
     Of a cast XLA may take what was rounded to bfloat16 instead, and not for the other
-    operand: what is equal would not be any more.
+    operand: what is equal would not be any more. But it counts bits as arithmetic, and
+    hands what has more of that than bytes to threads, however small it is.
     """
     if jax.typeof(array).dtype != BFLOAT16:
         return array
