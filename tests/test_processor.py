@@ -155,9 +155,10 @@ def test_several_devices_are_spared_float32_copies_of_what_they_share(choose_pro
 
 
 @pytest.mark.parametrize(
-    ("rows", "size", "reads"), [(12, 1024, True), (13, 1024, False), (128, 64, True)]
+    ("rows", "size", "reads"),
+    [(12, 1024, True), (13, 1024, False), (24, 512, True), (25, 512, False)],
 )
-def test_weights_are_not_cast_for_few_rows_nor_small_ones_for_more(
+def test_weights_are_not_cast_for_few_rows_nor_small_ones_for_some_more(
     choose_processor, rows, size, reads
 ):
     choose_processor("avx512_bf16")

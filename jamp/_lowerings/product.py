@@ -20,10 +20,10 @@ _ROUNDED_FROM = 2**26
 # as wide as what it is of, one in float32 would take most of the memory.
 _MOST_ADDED = 256
 _WIDE = 8
-# A matrix is cast for as many rows more slowly than it is multiplied in float32, and a
-# small one for as many multiplications more.
-_UNCAST_ROWS = 12
-_UNCAST_PRODUCTS = 2**19
+# A matrix is cast for as many rows more slowly than it is multiplied in float32, or for
+# more if it is small.
+_UNCAST_ROWS, _UNCAST_ROWS_OF_FEW = 12, 24
+_FEW_NUMBERS = 2**18
 # With more rows, or a smaller matrix, float32 is worth the casts of the operands.
 _FEW_ROWS = 32
 _LARGE = 2**20
@@ -166,7 +166,8 @@ def _reads_as_is(
     matrix, rows = factors[place], factors[1 - place].rows
     first = matrix.batch == tuple(range(len(matrix.batch)))
     as_it_is = first and 0 in (matrix.moved_on_the_left, matrix.moved_on_the_right)
-    return as_it_is and (rows - _UNCAST_ROWS) * matrix.size <= _UNCAST_PRODUCTS
+    few = matrix.size <= _FEW_NUMBERS
+    return as_it_is and rows <= (_UNCAST_ROWS_OF_FEW if few else _UNCAST_ROWS)
 
 
 def _is_slow(left: _Factor, right: _Factor) -> bool:
