@@ -263,6 +263,17 @@ def test_on_a_cpu_a_product_and_its_bias_are_rounded_once_as_in_torch():
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_a_bias_in_float64_is_not_cast(device):
+    with jax.enable_x64(True):
+        x, w, b = (np.full(s, 1 + 2.0**-20) for s in (X, W, B))
+        own = jamp.autocast(layer, device_type=device)
+        found = own(np.float32(x), np.float32(w), b)
+        assert found.dtype == "float64"
+        zeros = own(np.zeros(X, np.float32), np.float32(w), b)
+        np.testing.assert_array_equal(zeros, np.broadcast_to(b, X))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_what_is_no_bias_promotes(device):
     check_each(PROMOTING, lambda name: assert_dtype(PROMOTING[name], device, "float32"))
 

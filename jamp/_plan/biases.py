@@ -3,9 +3,8 @@
 A bias varies only along dimensions of the product that are the weight's, and is nothing
 that the program makes of iota and literals alone, as bin centres are. For that the
 planner knows of a product which of its dimensions these are, and of other values along
-which dimensions they are repeated. As in PyTorch, on CPUs the bias is added to what the
-product has added up in float32, and the sum is rounded once; XLA for GPUs does so by
-itself.
+which dimensions they are repeated. On CPUs the bias is added to what the product adds
+up in float32, and the sum is rounded once, as in PyTorch.
 """
 
 import math
@@ -44,10 +43,10 @@ def product_and_bias(x: Value, y: Value) -> Value | None:
     return None
 
 
-def in_float32(product: Value, plan: Plan) -> Value | None:
-    """A product of a plan, or what moves one, as it was before it was rounded.
+def unrounded(product: Value, plan: Plan) -> Value | None:
+    """A product of a plan, moved or not, in the float32 that it is rounded from.
 
-    None if it stands in another plan, or is large.
+    None if it stands in another plan, is one of JAX's own, or large.
     """
     size = math.prod(product.aval.shape)
     if isinstance(size, int) and size <= _MOST:

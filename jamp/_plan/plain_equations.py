@@ -12,10 +12,11 @@ from jax.extend.core import JaxprEqn
 from jamp import _dtypes, _primitives
 from jamp._compat import frames, settings
 from jamp._dtypes import FLOAT32, DType
-from jamp._equations import contracted, holds_program
+from jamp._equations import holds_program
 from jamp._lowerings.hook import has_own_primitive, has_own_product
-from jamp._plan.biases import free_dims, in_float32, moved, product_and_bias
+from jamp._plan.biases import free_dims, moved, product_and_bias, unrounded
 from jamp._plan.plan import Bind, Broadcast, Equation
+from jamp._plan.products import adds_nothing, explicit_precision
 from jamp._plan.records import Origin, Ruling
 from jamp._plan.sums import adds_up, carried_sums, made_of, reduces_fully
 from jamp._plan.values import (
@@ -137,10 +138,11 @@ def _plan_layer(equation: Equation) -> list[Value] | None:
     """Plans a sum of a product and its bias that is rounded once; None for others."""
     _, operands, _, caster, *_ = equation
     promotes = caster.record.ruling.rule is Rule.PROMOTE
-    if not promotes or caster.options.device_type != "cpu":
+    castable = all(value.eligible for value in operands)
+    if not (promotes and castable and caster.options.device_type == "cpu"):
         return None
     product = product_and_bias(*operands)
-    wide = product and in_float32(product, caster.plan)
+    wide = product and unrounded(product, caster.plan)
     if not (product and wide):
         return None
     taken = [wide if value is product else value for value in operands]
@@ -361,40 +363,3 @@ def plan_convert(equation: Equation) -> list[Value]:
         known = value.traits.numbers and held(value.traits.numbers, target)
         return [result.knowing(numbers=known)]
     return [caster.cast(value, target)]
-
-
-def adds_nothing(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a product that adds nothing up."""
-    name = eqn.primitive.name
-    grouped = eqn.params.get("feature_group_count", 1) > 1
-    if name not in _primitives.MATMULS or grouped or name == "ragged_dot_general":
-        return False
-    return all(isinstance(size, int) and size == 1 for size in contracted(eqn))
-
-
-def explicit_precision(eqn: JaxprEqn) -> bool:
-    """Whether the user asked for a precision: then it stays as traced.
-
-    That is a precision above the default, an algorithm, or a result wider than 16-bit
-    operands. What `jax_default_matmul_precision` gives to all products is not asked
-    for, and the same precision written at a call cannot be told from it.
-    """
-    precision: Any = eqn.params.get("precision")
-    given = {*precision} if isinstance(precision, tuple) else {precision}
-    if given - {None, jax.lax.Precision.DEFAULT} and precision != _configured():
-        return True
-    traced = [_dtypes.dtype_of(var) for var in eqn.invars[:2]]
-    preferred = eqn.params.get("preferred_element_type")
-    if preferred is None or not all(map(_dtypes.eligible, traced)):
-        return False
-    # Two 16-bit types meet at float32 by JAX's promotion, which nobody asked for.
-    return bool(np.dtype(preferred).itemsize > _dtypes.widest(traced).itemsize)
-
-
-def _configured() -> Any:
-    """What JAX makes of the precision that its configuration gives to all products."""
-    config: Any = jax.config
-    name = config.jax_default_matmul_precision
-    if name in jax.lax.DotAlgorithmPreset.__members__:
-        return jax.lax.DotAlgorithmPreset[name]
-    return name and (jax.lax.Precision(name), jax.lax.Precision(name))

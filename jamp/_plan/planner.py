@@ -17,12 +17,7 @@ from jamp._compat import is_plain_array
 from jamp._dtypes import FLOAT32, eligible, exceeds_16_bits
 from jamp._errors import BannedOpError, JampWarning
 from jamp._plan.listed_calls import ListedCall, plan_listed_call
-from jamp._plan.plain_equations import (
-    adds_nothing,
-    plan_as_traced,
-    plan_convert,
-    plan_plain,
-)
+from jamp._plan.plain_equations import plan_as_traced, plan_convert, plan_plain
 from jamp._plan.plan import (
     Cast,
     Caster,
@@ -32,6 +27,7 @@ from jamp._plan.plan import (
     Plan,
     Source,
 )
+from jamp._plan.products import adds_nothing
 from jamp._plan.programs import STRUCTURAL, StructuralRule
 from jamp._plan.records import Origin, Record, Returned, Ruling
 from jamp._plan.unrounded import spare_roundings
