@@ -55,26 +55,29 @@ def unrounded(product: Value, plan: Plan) -> Value | None:
 
 
 def _unrounded(value: Value, plan: Plan) -> Value | None:
-    made = (
-        (at, action)
-        for at, action in reversed([*enumerate(plan.actions)])
-        if value.number in [result.number for result in action.results]
+    actions = plan.actions
+    places = (
+        place
+        for place in reversed(range(len(actions)))
+        if value.number in [result.number for result in actions[place].results]
     )
-    at, action = next(made, (0, None))
-    if not isinstance(action, Bind) or len(action.results) > 1:
+    at = next(places, None)
+    action = None if at is None else actions[at]
+    if at is None or not isinstance(action, Bind) or len(action.results) > 1:
         return None
     name, wide = action.eqn.primitive.name, Value.of(value.aval, FLOAT32, value.traits)
     if has_own_product(name, action.dtypes or (FLOAT32,) * 2):
         rounds = Cast((wide,), (value,), action.caster)
-        plan.actions[at : at + 1] = [replace(action, results=(wide,)), rounds]
+        actions[at : at + 1] = [replace(action, results=(wide,)), rounds]
         return wide
     source = None
     if name in _primitives.MOVEMENT and len(action.operands) == 1:
         source = _unrounded(action.operands[0], plan)
     if source is None:
         return None
-    own = replace(action, operands=(source,), results=(wide,), read=(source,))
-    plan.actions.insert(plan.actions.index(action), replace(own, dtypes=None))
+    taken, made = (source,), (wide,)
+    own = replace(action, operands=taken, results=made, dtypes=(FLOAT32,), read=taken)
+    actions.insert(actions.index(action), own)
     return wide
 
 
