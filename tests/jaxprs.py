@@ -6,6 +6,7 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Literal
 
 from jamp._equations import equations
 from jamp._lowerings.releases import CONVERTS_STACKS
@@ -45,13 +46,25 @@ def factors(eqn):
 def matmul_dtypes(jaxpr):
     """Dtypes of the two operands of each matmul and convolution, as it multiplies them.
 
-    Those in loops take float32 where stacks are float32, and cast it themselves.
+    Some take what was widened from the dtype that they multiply in, and cast it
+    themselves: the cotangent of a layer on CPUs, and where stacks of loops are float32.
     """
+    widened = {}
+    for eqn in equations(jaxpr):
+        if eqn.primitive.name == "convert_element_type":
+            widened[eqn.outvars[0]] = eqn.invars[0].aval.dtype
+        elif eqn.primitive.name in ("reshape", "squeeze", "transpose"):
+            widened[eqn.outvars[0]] = widened.get(eqn.invars[0])
+
+    def multiplied(eqn, var):
+        own = eqn.params.get("dtype")
+        if own is None or isinstance(var, Literal):
+            return var.aval.dtype
+        same = CONVERTS_STACKS or widened.get(var) == own
+        return own if same else var.aval.dtype
+
     return [
-        tuple(
-            ((CONVERTS_STACKS and eqn.params.get("dtype")) or var.aval.dtype).name
-            for var in eqn.invars[:2]
-        )
+        tuple(multiplied(eqn, var).name for var in eqn.invars[:2])
         for eqn in equations(jaxpr)
         if "dot_general" in eqn.primitive.name or "conv_general" in eqn.primitive.name
     ]
