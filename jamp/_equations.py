@@ -212,12 +212,17 @@ def _op_by_op(program: Any, arrays: Sequence[Any]) -> list[Any]:
     jaxpr = program.jaxpr
     env = dict(zip(jaxpr.constvars, program.consts, strict=True))
     env.update(zip(jaxpr.invars, arrays, strict=True))
+    return values_of(jaxpr.outvars, evaluated(jaxpr.eqns, env))
 
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else env[atom]
 
-    for eqn in jaxpr.eqns:
+def evaluated(eqns: Iterable[JaxprEqn], env: dict[Any, Any]) -> dict[Any, Any]:
+    """The arrays of variables, and of those that equations make of them."""
+    for eqn in eqns:
         with settings(eqn):
-            results = bind(eqn, list(map(read, eqn.invars)))
+            results = bind(eqn, values_of(eqn.invars, env))
         env.update(zip(eqn.outvars, results, strict=True))
-    return list(map(read, jaxpr.outvars))
+    return env
+
+
+def values_of(atoms: Iterable[Any], env: dict[Any, Any]) -> list[Any]:
+    return [atom.val if isinstance(atom, Literal) else env[atom] for atom in atoms]

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import lax
-from jax.extend.core import JaxprEqn, Literal, Primitive, Var
+from jax.extend.core import JaxprEqn, Primitive, Var
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 from jamp._dtypes import FLOAT32, in_dtype
-from jamp._equations import bind
+from jamp._equations import evaluated
 from jamp._lowerings.late_casts import lower_of_weights
 from jamp._lowerings.own_primitives import Operation, like, lower
 
@@ -223,7 +223,7 @@ def run_as(
     eqn = jaxpr.eqns[at]
 
     def prepared(arrays: Sequence[Any]) -> dict[Any, Any]:
-        return _evaluated(jaxpr.eqns[:at], dict(zip(jaxpr.invars, arrays, strict=True)))
+        return evaluated(jaxpr.eqns[:at], dict(zip(jaxpr.invars, arrays, strict=True)))
 
     env = prepared(low)
     taken = [env[var] for var in eqn.invars]
@@ -233,14 +233,7 @@ def run_as(
     to = params["preferred_element_type"]
     own = product_params(eqn.params, params["dtype"], params["weights"], to)
     env[eqn.outvars[0]] = primitive.bind(*taken, **own)
-    return _evaluated(jaxpr.eqns[at + 1 :], env)[jaxpr.outvars[0]]
-
-
-def _evaluated(eqns: Sequence[Any], env: dict[Any, Any]) -> dict[Any, Any]:
-    for eqn in eqns:
-        taken = [a.val if isinstance(a, Literal) else env[a] for a in eqn.invars]
-        env.update(zip(eqn.outvars, bind(eqn, taken), strict=True))
-    return env
+    return evaluated(jaxpr.eqns[at + 1 :], env)[jaxpr.outvars[0]]
 
 
 def _save_like(

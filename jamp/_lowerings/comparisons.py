@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 
+from jamp import _dtypes
 from jamp._dtypes import BFLOAT16, FLOAT32, eligible
 from jamp._lowerings.own_primitives import like, lower, with_rules_of_jax
 
@@ -33,14 +34,10 @@ _MONOTONE = frozenset({lax.max_p, lax.min_p, lax.clamp_p})
 
 
 def _on_cpu(known: Primitive, /, *arrays: Any, **params: Any) -> Any:
-    widen = _cast if known in _MONOTONE else widened
+    widen = _dtypes.widened if known in _MONOTONE else widened
     made = known.bind(*map(widen, arrays), **params)
     dtype = jax.typeof(arrays[0]).dtype
     return jax.tree.map(lambda a: a.astype(dtype) if eligible(a.dtype) else a, made)
-
-
-def _cast(array: Any) -> Any:
-    return array.astype(FLOAT32) if jax.typeof(array).dtype == BFLOAT16 else array
 
 
 def widened(array: Any) -> Any:

@@ -32,13 +32,11 @@ Dims = tuple[int, ...]
 def product_and_bias(x: Value, y: Value) -> Value | None:
     """The product, if of two values one is a lowered product and one its bias."""
     for product, other in ((x, y), (y, x)):
+        if not product.low or other.follows or other.traits.table:
+            continue
         varies = {*range(other.ndim)}.difference(other.traits.repeated)
-        if (
-            product.low
-            and not (other.follows or other.traits.table)
-            and len(varies) < product.ndim
-            and any(varies.issubset(dims) for dims in product.traits.free)
-        ):
+        free = product.traits.free
+        if len(varies) < product.ndim and any(map(varies.issubset, free)):
             return product
     return None
 

@@ -117,10 +117,10 @@ def _is_wide(value: Value, eqn: JaxprEqn, dtype: DType) -> bool:
     """
     if not value.follows:
         return value.rank == 0 and value.dtype == FLOAT32
-    known = _primitives.ROUNDING
-    if value.constant is None:
-        known -= _primitives.SHIFTING
-    return eqn.primitive.name in known and inexact(value, dtype)
+    name = eqn.primitive.name
+    if name in _primitives.SHIFTING and value.constant is None:
+        return False
+    return name in _primitives.ROUNDING and inexact(value, dtype)
 
 
 def plan_plain(equation: Equation) -> list[Value]:

@@ -44,7 +44,9 @@ def _numbers(values: Any) -> Numbers | None:
 
 def destroyed(value: Value, dtype: DType) -> bool:
     """Whether rounding to `dtype` makes an infinity of, or zero of, a constant."""
-    numbers = np.array([*(value.traits.numbers or ())])
+    if value.traits.numbers is None:
+        return False
+    numbers = np.array([*value.traits.numbers])
     rounded = _rounded(numbers, dtype)
     overflows = np.isfinite(numbers) & ~np.isfinite(rounded)
     return bool((overflows | (numbers != 0) & (rounded == 0)).any())
@@ -52,7 +54,9 @@ def destroyed(value: Value, dtype: DType) -> bool:
 
 def inexact(value: Value, dtype: DType) -> bool:
     """Whether a constant has numbers that are others in `dtype`."""
-    numbers = np.array([*(value.traits.numbers or ())])
+    if value.traits.numbers is None:
+        return False
+    numbers = np.array([*value.traits.numbers])
     return bool((_rounded(numbers, dtype) != numbers).any())
 
 
