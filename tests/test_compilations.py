@@ -10,12 +10,8 @@ from programs import PROGRAMS
 
 import jamp
 
+gpu = functools.partial(jamp.autocast, device_type="gpu")
 every_program = pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.name)
-
-
-def on(device, **options):
-    """autocast for a device type, on whatever backend the tests run."""
-    return functools.partial(jamp.autocast, device_type=device, **options)
 
 
 def closes_over_arrays(program):
@@ -47,7 +43,7 @@ def test_a_program_is_traced_and_compiled_once_per_signature(program, compilatio
         calls.append(1)
         return program.fn(*args)
 
-    fn = on("gpu")(counted)
+    fn = gpu(counted)
     arguments, others = program.arguments(), program.arguments(1)
     first = fn(*arguments)
     before = compilations.count
@@ -63,7 +59,7 @@ def test_an_eager_gradient_compiles_nothing_the_second_time(compilations):
     def loss(x):
         return jnp.sum(jax.nn.relu(jax.nn.softmax(x @ x)))
 
-    gradient, x = jax.grad(on("gpu")(loss)), jnp.ones((3, 3))
+    gradient, x = jax.grad(gpu(loss)), jnp.ones((3, 3))
     gradient(x)
     before = compilations.count
     gradient(x)
@@ -80,7 +76,7 @@ def test_the_counter_sees_a_compilation(compilations):
 def test_another_signature_is_traced_anew(change):
     calls = []
 
-    @on("gpu")
+    @gpu
     def fn(x, mode="add"):
         calls.append(mode)
         leaf = x["x"] if isinstance(x, dict) else x

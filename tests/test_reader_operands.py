@@ -5,15 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.scipy import special
-from unrounded import (
-    EYE,
-    POLICIES,
-    activations,
-    assert_gradient_near,
-    both,
-    both_policies,
-    error_in_roundings,
-)
+from rounded_once import LOW, each_device
+from unrounded import EYE, activations, assert_gradient_near, both, error_in_roundings
 
 import jamp
 
@@ -26,10 +19,10 @@ ORDERS = {
 }
 
 
-@both_policies
+@each_device
 @pytest.mark.parametrize("name", ORDERS)
 def test_which_is_the_largest_is_asked_before_the_rounding(name, device):
-    x = activations(1, 0, POLICIES[device])[:1]
+    x = activations(1, 0, LOW[device])[:1]
 
     def fn(x):
         close = jnp.sqrt(100 + x)  # many are equal when they are rounded
@@ -37,7 +30,7 @@ def test_which_is_the_largest_is_asked_before_the_rounding(name, device):
 
     (places, *values), (expected, *_) = both(fn, device)(x)
     np.testing.assert_array_equal(places, expected)
-    assert [value.dtype for value in values] == [POLICIES[device]] * len(values)
+    assert [value.dtype for value in values] == [LOW[device]] * len(values)
 
 
 MOVES = {
@@ -57,17 +50,17 @@ MOVES = {
 }
 
 
-@both_policies
+@each_device
 @pytest.mark.parametrize("name", MOVES)
 def test_what_moves_a_value_before_its_reader_does_not_round_it(name, device):
     def of_about_one(h):
         return jnp.log(MOVES[name](1 + 2**-10 * jnp.tanh(h)))
 
-    x = activations(1, 0, POLICIES[device])
+    x = activations(1, 0, LOW[device])
     assert error_in_roundings(of_about_one, x, device) <= 0.5
     total = lambda fn: lambda x: fn(x).astype(jnp.float32).sum()  # noqa: E731
     gradient = both(of_about_one, device, lambda fn: jax.grad(total(fn)))
-    eps = jnp.finfo(POLICIES[device]).eps
+    eps = jnp.finfo(LOW[device]).eps
     assert_gradient_near(*gradient(x), 1, device, rtol=eps)
 
 
@@ -92,7 +85,7 @@ RULED = {
 }
 
 
-@both_policies
+@each_device
 @pytest.mark.parametrize("name", RULED)
 def test_a_function_with_a_derivative_rule_takes_what_was_not_rounded(name, device):
     """Near one 16 bits have but a few numbers, and one itself."""
@@ -100,12 +93,12 @@ def test_a_function_with_a_derivative_rule_takes_what_was_not_rounded(name, devi
     def of_nearly_one(h):
         return RULED[name](0.5 + 0.5 * jnp.tanh(h))
 
-    x = activations(2, 0, POLICIES[device])
+    x = activations(2, 0, LOW[device])
     assert error_in_roundings(of_nearly_one, x, device) <= 0.5
     own = jamp.autocast(lambda x: of_nearly_one(x @ EYE), device_type=device)
     gradient = jax.grad(lambda x: own(x).astype(jnp.float32).sum())(x)
     expected = jax.grad(lambda x: of_nearly_one(x).sum())(x)
-    eps = jnp.finfo(POLICIES[device]).eps
+    eps = jnp.finfo(LOW[device]).eps
     np.testing.assert_allclose(gradient, expected, rtol=eps, atol=eps)
 
 
@@ -125,7 +118,7 @@ ELEMENTS = {
 }
 
 
-@both_policies
+@each_device
 @pytest.mark.parametrize("name", ELEMENTS)
 def test_nothing_exceeds_its_maximum_and_a_copy_is_the_same(name, device):
     """Of both the rounding is read, or of neither: or a logarithm of it is NaN."""
@@ -138,7 +131,7 @@ def test_nothing_exceeds_its_maximum_and_a_copy_is_the_same(name, device):
     assert np.asarray(jamp.autocast(gap, device_type=device)(x)).min() >= 0
 
 
-@both_policies
+@each_device
 def test_what_is_repeated_may_have_been_cast_to_float32_before(device):
     def squares(x):
         offsets = jnp.ones((64, 64)).astype(jnp.float32)

@@ -6,15 +6,8 @@ import numpy as np
 import program_figures
 import pytest
 from jaxprs import equations, traced
-from unrounded import (
-    EYE,
-    POLICIES,
-    activations,
-    assert_gradient_near,
-    both,
-    both_policies,
-    error_in_roundings,
-)
+from rounded_once import LOW, each_device
+from unrounded import EYE, activations, assert_gradient_near, both, error_in_roundings
 
 import jamp
 from jamp._plan.unrounded import groups
@@ -104,33 +97,33 @@ PLACES = (
 )
 
 
-@both_policies
+@each_device
 @pytest.mark.parametrize(("std", "mean"), [(1, 20), (300, 0), (0.1, 0)])
 @every_norm
 def test_a_norm_written_by_hand_is_rounded_once(norm, std, mean, device):
-    x = activations(std, mean, POLICIES[device])
+    x = activations(std, mean, LOW[device])
     assert error_in_roundings(norm, x, device) <= 0.5
 
 
-@both_policies
+@each_device
 @pytest.mark.parametrize("place", PLACES)
 def test_it_is_rounded_once_wherever_it_stands(place, device):
-    x = activations(1, 20, POLICIES[device])
+    x = activations(1, 20, LOW[device])
     assert error_in_roundings(place, x, device) <= 1
 
 
-@both_policies
+@each_device
 @pytest.mark.parametrize("place", PLACES)
 def test_it_is_rounded_once_where_it_is_differentiated(place, device):
-    x = activations(1, 20, POLICIES[device])
+    x = activations(1, 20, LOW[device])
     of = lambda fn: lambda x: jax.vjp(fn, x)[0]  # noqa: E731
     assert error_in_roundings(place, x, device, of) <= 1
 
 
-@both_policies
+@each_device
 @every_norm
 def test_its_gradient_is_that_of_float32(norm, device):
-    dtype = POLICIES[device]
+    dtype = LOW[device]
     x, weights = activations(1, 4, dtype), activations(1, 0, dtype)
 
     def gradient(norm):
@@ -139,10 +132,10 @@ def test_its_gradient_is_that_of_float32(norm, device):
     assert_gradient_near(*both(norm, device, gradient)(x), 4, device)
 
 
-@both_policies
+@each_device
 @every_norm
 def test_its_derivative_along_a_direction_is_that_of_float32(norm, device):
-    x, direction = (activations(1, mean, POLICIES[device]) for mean in (4, 0))
+    x, direction = (activations(1, mean, LOW[device]) for mean in (4, 0))
 
     def derivative(norm):
         return lambda x, direction: jax.jvp(norm, (x,), (direction,))[1]
@@ -160,10 +153,10 @@ def softmax_and_variance(x):
     return jax.nn.softmax(x) @ EYE + jnp.var(x, -1, keepdims=True)
 
 
-@both_policies
+@each_device
 def test_gradients_of_several_readers_in_float32_are_rounded_once(device):
     # They nearly cancel.
-    x = activations(300, 0, POLICIES[device])
+    x = activations(300, 0, LOW[device])
 
     def gradient(fn):
         return jax.grad(lambda x: fn(x) * 1e6)
@@ -171,7 +164,7 @@ def test_gradients_of_several_readers_in_float32_are_rounded_once(device):
     assert_gradient_near(*both(explained_variance, device, gradient)(x), 1, device)
 
 
-@both_policies
+@each_device
 @pytest.mark.parametrize("norm", [*NORMS, softmax_and_variance])
 def test_it_keeps_the_16_bit_input_alone_for_the_backward_pass(norm, device):
     x, w = activations(1, 4, np.float32), np.ones((64, 32), np.float32)
@@ -183,7 +176,7 @@ def test_it_keeps_the_16_bit_input_alone_for_the_backward_pass(norm, device):
         jamp.autocast(loss, device_type=device), (EYE, w), x
     )
     dtypes = {str(found.dtype) for found in saved if found.shape == (8, 64)}
-    assert dtypes == {jnp.dtype(POLICIES[device]).name}
+    assert dtypes == {jnp.dtype(LOW[device]).name}
 
 
 def test_a_long_chain_is_planned_in_time_proportional_to_its_length(monkeypatch):
@@ -206,13 +199,13 @@ def test_a_long_chain_is_planned_in_time_proportional_to_its_length(monkeypatch)
     assert len(program.eqns) / 2 < len(added) < len(program.eqns) * 2
 
 
-@both_policies
+@each_device
 def test_a_metric_beside_a_loss_does_not_change_it(device):
     def loss(x, metrics):
         p = 0.5 + 0.5 * jnp.tanh(x @ EYE)
         return jnp.log(1 - p + 1e-7).mean(), metrics(p)
 
-    x = activations(2, 0, POLICIES[device])
+    x = activations(2, 0, LOW[device])
     accuracy, nothing = (lambda p: (p > 0.5).mean()), (lambda p: 0.0)
     with_metric, without = (
         jamp.autocast(loss, device_type=device)(x, metrics)[0]
@@ -222,7 +215,7 @@ def test_a_metric_beside_a_loss_does_not_change_it(device):
     np.testing.assert_allclose(without, loss(x, nothing)[0], rtol=1e-3)
 
 
-@both_policies
+@each_device
 def test_what_nobody_reads_rounds_nothing(device):
     def loss(x, unread=lambda p: None):
         p = 0.5 - 0.5 * jnp.tanh(x @ EYE)
@@ -232,7 +225,7 @@ def test_what_nobody_reads_rounds_nothing(device):
     def backward_unread(x):
         return jax.vjp(loss, x)[0]
 
-    x = activations(2, 0, POLICIES[device])
+    x = activations(2, 0, LOW[device])
     alone, *others = (
         jamp.autocast(fn, device_type=device)(x)
         for fn in (loss, lambda x: loss(x, jnp.tanh), backward_unread)
@@ -241,7 +234,7 @@ def test_what_nobody_reads_rounds_nothing(device):
     np.testing.assert_allclose(alone, loss(x), rtol=1e-3)
 
 
-@both_policies
+@each_device
 def test_dtypes_stay_as_they_are(device):
     def returned(x):
         y = x @ EYE
@@ -249,14 +242,14 @@ def test_dtypes_stay_as_they_are(device):
         return y, square, square.mean(-1), square + 1, jnp.exp(y.max(-1))
 
     dtypes = [y.dtype for y in jamp.autocast(returned, device_type=device)(EYE)]
-    low = POLICIES[device]
+    low = LOW[device]
     wide = jnp.float32 if device == "gpu" else low
     assert dtypes == [low, low, low, low, wide]
 
 
-@both_policies
+@each_device
 def test_a_cast_of_the_users_is_a_rounding(device):
-    x = activations(1, 20, POLICIES[device])
+    x = activations(1, 20, LOW[device])
 
     def fn(x, dtype):
         return jnp.mean(jnp.square(x).astype(dtype).astype(jnp.float32))
@@ -291,7 +284,7 @@ def test_what_readers_in_16_bits_have_stays_in_16_bits():
     assert product.outvars[0].aval.dtype == jnp.bfloat16
 
 
-@both_policies
+@each_device
 def test_the_report_says_what_is_computed_in_float32(device):
     report = jamp.explain(lambda x: layer_norm(x @ EYE), device_type=device)(EYE)
     operands = {r.primitive: r.operands for r in report.records}

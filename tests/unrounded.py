@@ -3,12 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
+from rounded_once import LOW
 
 import jamp
 
-POLICIES = {"gpu": jnp.float16, "cpu": jnp.bfloat16}
-both_policies = pytest.mark.parametrize("device", POLICIES)
 EYE = jax.device_put(np.eye(64, dtype=np.float32))
 
 
@@ -31,7 +29,7 @@ def both(fn, device, of=lambda fn: fn):
 
 def assert_gradient_near(found, expected, roundings, device, rtol=0):
     """Within roundings of the largest number."""
-    atol = roundings * jnp.finfo(POLICIES[device]).eps * np.abs(expected).max()
+    atol = roundings * jnp.finfo(LOW[device]).eps * np.abs(expected).max()
     np.testing.assert_allclose(found, expected, atol=atol, rtol=rtol)
 
 
@@ -39,4 +37,4 @@ def error_in_roundings(fn, x, device, of=lambda fn: fn):
     """Of the results, against float32 on the same 16-bit numbers."""
     found, expected = map(np.asarray, both(fn, device, of)(x))
     error = np.abs(found.astype(np.float32) - expected).max()
-    return float(error / np.abs(expected).max() / jnp.finfo(POLICIES[device]).eps)
+    return float(error / np.abs(expected).max() / jnp.finfo(LOW[device]).eps)
