@@ -41,7 +41,7 @@ lint: setup
 	$(BIN)/ruff format --check
 
 types: setup
-	$(BIN)/mypy --strict jamp tests/typing_examples.py
+	$(BIN)/mypy --strict jamp tests/project/typing_examples.py
 
 test-fast: setup
 	$(BIN)/pytest -n 2 --dist worksteal -m '$(MARKED)'

@@ -86,8 +86,8 @@ under [Remaining differences](#remaining-differences).
 jamp returns torch's dtype in {functions} of the cases measured for ops that JAX has a
 function for, and in {all} of all cases, those composed by hand included.
 
-Each row is held by `tests/test_torch_parity.py`, dtypes and values:
-`pytest tests/test_torch_parity.py -k layer_norm` runs those of one op.
+Each row is held by `tests/dtypes/test_torch_parity.py`, dtypes and values:
+`pytest tests/dtypes/test_torch_parity.py -k layer_norm` runs those of one op.
 
 {sections}
 """

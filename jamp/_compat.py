@@ -1,7 +1,7 @@
 """What no public name of JAX gives: the only importer of jax._src.
 
 Some of it would not raise if JAX changed it, and jamp would quietly do less:
-`tests/test_compat.py` has a test for each.
+`tests/project/test_compat.py` has a test for each.
 """
 
 import functools

@@ -19,7 +19,7 @@ from tables import check_each
 
 import jamp
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
 FOLDERS = {"jamp": "jamp", **SETUPTOOLS["package-dir"]}

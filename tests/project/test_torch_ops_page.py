@@ -13,7 +13,7 @@ import jamp
 
 pytestmark = pytest.mark.once
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SPEC = importlib.util.spec_from_file_location("ops_page", ROOT / "docs/generate_ops.py")
 ops_page = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(ops_page)

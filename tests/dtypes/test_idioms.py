@@ -1,8 +1,8 @@
 """What users write by hand is as good under autocast as float32 on the same numbers.
 
-`tests/idioms/unsafe.txt` lists what is not: each line is argued in docs/sharp_bits.md.
-`python -m tests.idioms` prints every error, `--write` writes the list anew.
-`tests/idioms/beyond_torch.txt` lists what is further off than in torch.
+`tests/dtypes/idioms/unsafe.txt` lists what is not: docs/sharp_bits.md argues each line.
+`python -m tests.dtypes.idioms` prints every error, `--write` writes the list anew.
+`tests/dtypes/idioms/beyond_torch.txt` lists what is further off than in torch.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Idioms: what users write by hand, measured against float32.
 
-`IDIOMS` holds them by kind and name. `python -m tests.idioms` measures them;
+`IDIOMS` holds them by kind and name. `python -m tests.dtypes.idioms` measures them;
 `unsafe.txt` lists the ones that are known to be unsafe, `beyond_torch.txt` those that
 are further off than in torch with `.float()`, by more than a rounding.
 """

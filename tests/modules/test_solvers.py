@@ -1,7 +1,7 @@
 """Diffrax, Optimistix and Lineax train under autocast, where these are installed.
 
 They are no part of the `test` extra: three packages for one slow file. `pip install
-diffrax optimistix lineax` and `pytest tests/test_solvers.py -m slow` run it.
+diffrax optimistix lineax` and `pytest tests/modules/test_solvers.py -m slow` run it.
 """
 
 import functools

@@ -12,7 +12,9 @@ from ._measure import LOW
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.idioms", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.dtypes.idioms", description=__doc__
+    )
     parser.add_argument("--policy", choices=LOW, action="append")
     parser.add_argument("-k", default="", help="a pattern of the idioms' names")
     parser.add_argument("--all", action="store_true", help="safe cases too")

@@ -76,7 +76,7 @@ class Trajectory(NamedTuple):
 
 
 def _recorded(name):
-    path = Path(__file__).parent / "data" / name
+    path = Path(__file__).parents[1] / "data" / name
     return json.loads(path.read_text(encoding="utf-8"))
 
 

@@ -16,7 +16,7 @@ from jamp import pallas_kernels
 
 pytestmark = pytest.mark.once
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # What the build reads beside docs/.
 SOURCES = [
     "README.md",

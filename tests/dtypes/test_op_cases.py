@@ -17,7 +17,7 @@ from tables import check_each
 from torch_parity import computed, references
 
 TABLE = json.loads(
-    (Path(__file__).parent / "data" / "torch_op_table.json").read_text("utf-8")
+    (Path(__file__).parents[1] / "data" / "torch_op_table.json").read_text("utf-8")
 )
 OPS = {op["name"]: op for op in TABLE["ops"]}
 MODULES = {"jax": jax, "jnp": jnp, "lax": lax, "nn": nn, "np": np, "optax": optax}
@@ -111,7 +111,7 @@ def test_a_counterpart_names_functions_that_exist():
     check_cases(check)
 
 
-# tests/test_torch_parity.py holds the values to float64 too, under autocast and closer.
+# test_torch_parity.py holds the values to float64 too, under autocast and closer.
 @pytest.mark.numbers
 @pytest.mark.parametrize(
     ("group", "values"),

@@ -2,7 +2,7 @@
 
 The libraries are optional: `INSTALLED` has the names of those at hand. Equinox and
 Haiku come with the `test` extra; `pip install transformers==4.57.* numpyro distrax`
-brings the others, and `pytest tests/test_library_functions.py` runs what they have.
+brings the others, and test_library_functions.py runs what they have.
 """
 
 import importlib

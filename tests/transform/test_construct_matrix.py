@@ -22,7 +22,7 @@ each_device = pytest.mark.parametrize("device", LOW)
 # The whole matrix is a long run. These are in the default one from end to end; of the
 # others it has the gradients on gpu, or what there is without one. On cpu, and for the
 # gradients of layers, it only traces: values go through the same rules in the other
-# dtype, and tests/test_models.py trains with layers of the same libraries.
+# dtype, and tests/transform/test_models.py trains with layers of the same libraries.
 CORE = (*loops.CONSTRUCTS, *derivatives.CONSTRUCTS)
 LAYERS = (*linen.CONSTRUCTS, *nnx.CONSTRUCTS, *other_libraries.CONSTRUCTS)
 
