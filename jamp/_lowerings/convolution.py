@@ -41,8 +41,10 @@ from jamp._lowerings.tiles import has_tiles, into_tiles, makes_tiles, of_tiles
 
 # Patches are worth their time if each of their elements meets so many output features,
 # and if they have so many input features.
-_LEAST_REUSED, _LEAST_REUSED_WITH_AMX = 256, 64
+_LEAST_REUSED, _LEAST_REUSED_IF_FAST = 256, 64
 _LEAST_FEATURES = 8
+# With AVX512-BF16 alone, of the gradient of weights it is more: its patches lie across.
+_LEAST_REUSED_OF_WEIGHTS = 128
 # With AMX, fewer suffice for the gradient of weights if patches have so many elements
 # that XLA's own leave the cache.
 _LEAST_OF_MANY, _MANY = 32, 2**23
@@ -89,7 +91,7 @@ def _convolved(lhs: Any, rhs: Any, shape: Shape, to: DType, wide: Any) -> Any:
     by_window = window <= places and not of_weights
     if not in_groups and has_tiles(rhs, shape, outs):
         reused, into = (rhs.shape[d] for d in shape.dimension_numbers.rhs_spec[:2])
-        large = window * into >= _LEAST_IN_TILES and reused >= _LEAST_REUSED_WITH_AMX
+        large = window * into >= _LEAST_IN_TILES and reused >= _LEAST_REUSED_IF_FAST
         of_gradient = not by_window or math.prod(shape.rhs_dilation) > 1
         if window > 1 and (places > 1 if of_gradient else large and not worth):
             return of_tiles(wide, rhs, shape, outs, to)
@@ -147,7 +149,9 @@ def _are_worth(lhs: Any, rhs: Any, shape: Shape, window: int, places: int) -> bo
     if this_processor().has_amx:
         features = lhs.shape[shape.dimension_numbers.lhs_spec[0]]
         many = features >= _LEAST_OF_MANY and count * lhs.size >= _MANY
-        least = _LEAST_OF_MANY if many and not by_window else _LEAST_REUSED_WITH_AMX
+        least = _LEAST_OF_MANY if many and not by_window else _LEAST_REUSED_IF_FAST
+    elif this_processor().gains:
+        least = _LEAST_REUSED_IF_FAST if by_window else _LEAST_REUSED_OF_WEIGHTS
     # Slices of few features take longer to stack than the convolution.
     long = not by_window or into >= _LEAST_FEATURES
     worth = long and reused >= least

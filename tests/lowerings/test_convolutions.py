@@ -268,7 +268,7 @@ def test_convolutions_of_every_kind_and_their_derivatives(name, at_once, monkeyp
 def test_what_lies_side_by_side_needs_no_slices(name, monkeypatch):
     monkeypatch.setattr(convolution, "_MOST_SLICES", 0)
     monkeypatch.setattr(convolution, "_LEAST_IN_TILES", 1)
-    monkeypatch.setattr(convolution, "_LEAST_REUSED_WITH_AMX", 1)
+    monkeypatch.setattr(convolution, "_LEAST_REUSED_IF_FAST", 1)
     fn, x, y = example(name)
     assert_equal_derivatives(fn, x, y)
     text = jax.jit(cast(fn)).lower(x, y).as_text()
@@ -289,6 +289,34 @@ def test_pictures_with_features_first_are_transposed_and_not_their_patches():
         ("4x16x16x144", "144x64"),
         ("4x16x16x64", "4x16x16x9x16"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("described", "features", "left_to_xla"),
+    [
+        ("amx_bf16", 32, 3),
+        ("amx_bf16", 64, 0),
+        ("avx512_bf16", 32, 3),
+        ("avx512_bf16", 64, 1),
+        ("avx512_bf16", 128, 0),
+        ("held back", 128, 3),
+        ("held back", 256, 0),
+        ("old", 128, 3),
+        ("old", 256, 0),
+    ],
+)
+def test_the_processor_tells_from_how_many_features_on_patches_are_taken(
+    described, features, left_to_xla, choose_processor
+):
+    choose_processor(described)
+    x, w = jnp.ones((2, 8, 8, features)), jnp.ones((3, 3, features, features))
+
+    def loss(w, x):
+        y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=NHWC)
+        return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    text = jax.jit(jax.grad(cast(loss), (0, 1))).lower(w, x).as_text()
+    assert text.count("stablehlo.convolution") == left_to_xla
 
 
 @pytest.mark.usefixtures("amx")
