@@ -123,8 +123,8 @@ def plan_listed_call(call: ListedCall) -> None:
     inner = call.context._replace(inside=call.context.inside | {call.function})
     first = len(env.plan.records)
     products = (e for e in nested(eqns) if e.primitive.name in _primitives.MATMULS)
-    asked = rule is Rule.LOWER and any(map(explicit_precision, products))
-    if asked or (call.function.elementwise and not _has_no_product(eqns)):
+    stays = rule is Rule.LOWER and any(map(_stays_as_traced, products))
+    if stays or (call.function.elementwise and not _has_no_product(eqns)):
         call.plan_inside(env, inner)
         return
     enter = call.caster(Record(eqns[0], call.ruling, ()), eqns[0])
@@ -151,6 +151,13 @@ def plan_listed_call(call: ListedCall) -> None:
 
 def _returned(value: Value) -> Returned:
     return Returned(value.number, (value.dtype,))
+
+
+def _stays_as_traced(product: JaxprEqn) -> bool:
+    """Whether a product is one that autocast leaves, with all that it takes."""
+    dtypes = map(_dtypes.dtype_of, product.invars[:2])
+    left = any(_dtypes.is_complex(d) or _dtypes.is_float64(d) for d in dtypes)
+    return left or explicit_precision(product)
 
 
 def is_cheap(eqns: Sequence[JaxprEqn]) -> bool:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from constructs._construct import normal, square
+from flax import linen as nn
 from jax import export, lax
 from jax.experimental import io_callback, sparse
 from jaxprs import dtypes, matmul_dtypes, operand_dtypes, traced
@@ -205,6 +206,35 @@ def test_a_complex_matmul_beside_a_real_one(device):
     ]
     assert dtypes(rewritten(X, W)) == ("complex64", "complex64")
     assert error(rewritten(X, W), fn(X, W)) < TOLERANCE[device]
+
+
+LAYERS = {
+    "linen.Dense": (nn.Dense(3), (4, 5)),
+    "linen.DenseGeneral": (nn.DenseGeneral((2, 3), axis=(-2, -1)), (2, 4, 5)),
+    "linen.Conv": (nn.Conv(3, (3,)), (2, 5, 4)),
+    "linen.GRUCell": (nn.GRUCell(5), (4, 5)),
+}
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "float64"])
+@pytest.mark.parametrize("name", LAYERS)
+@each_device
+def test_a_layer_of_what_is_never_cast_takes_its_float32_weights_whole(
+    name, dtype, device
+):
+    module, shape = LAYERS[name]
+    with jax.enable_x64(dtype == "float64"):
+        x = normal(*shape)
+        cell = [x] if name == "linen.GRUCell" else []
+        weights = module.init(jax.random.key(0), *cell, x)
+        x = x.astype(dtype) * (1 + 1j if dtype == "complex64" else 1)
+        given = weights, *[x for _ in cell], x
+        made, expected = (
+            fn(*given) for fn in (cast(module.apply, device), module.apply)
+        )
+        for one, other in zip(*map(jax.tree.leaves, (made, expected)), strict=True):
+            assert one.dtype == other.dtype == dtype
+            np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
 FLOAT64 = {
