@@ -8,7 +8,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 
 from jamp import _dtypes, _primitives
-from jamp._lowerings import comparisons, pools, quotients
+from jamp._lowerings import comparisons, pools, quotients, sigmoids
 from jamp._lowerings.bilinear import PRECISION, product_params
 from jamp._lowerings.convolution import convolution_of_weights_p, convolution_p
 from jamp._lowerings.product import product_of_weights_p, product_p
@@ -21,8 +21,8 @@ _PRODUCTS = {
 # Other primitives, by the dtype of their first operand.
 _OWN: Mapping[Any, Mapping[Primitive, Primitive]] = {
     _dtypes.FLOAT32: pools.OWN,
-    _dtypes.BFLOAT16: {**comparisons.OWN, **pools.OWN},
-    _dtypes.FLOAT16: {**quotients.OWN, **pools.OWN},
+    _dtypes.BFLOAT16: {**comparisons.OWN, **pools.OWN, **sigmoids.OWN},
+    _dtypes.FLOAT16: {**quotients.OWN, **pools.OWN, **sigmoids.OWN},
 }
 
 

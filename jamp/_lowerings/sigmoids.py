@@ -1,0 +1,71 @@
+"""Sigmoids and tanh of 16-bit arrays, computed in float32 and rounded once.
+
+XLA makes a sigmoid of operations that each round, and JAX's derivatives of both do so,
+too. As in PyTorch, the derivative is computed in float32 here, from the result, which
+the backward pass keeps in 16 bits.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad
+
+from jamp._dtypes import widened
+from jamp._lowerings.own_primitives import like, lower, with_rules_of_jax
+
+Function = Callable[[Any], Any]
+
+
+def _define(known: Primitive, slope: Function, curvature: Function) -> Primitive:
+    """A function like one of JAX's, from its derivative and the derivative of that.
+
+    Both are given as functions of the function's result.
+    """
+    primitive = like(known)
+    with_rules_of_jax({known: primitive})
+    # Linear in what it multiplies with the slope. Its name is for those who count.
+    product = like(lax.mul_p)
+    with_rules_of_jax({lax.mul_p: product})
+
+    def run(x: Any, **params: Any) -> Any:
+        return known.bind(widened(x), **params).astype(x.dtype)
+
+    def multiply(result: Any, along: Any) -> Any:
+        made = lax.mul(slope(widened(result)), widened(along))
+        return made.astype(along.dtype)
+
+    def jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
+        result = primitive.bind(*primals, **params)
+        return result, product.bind(result, *tangents)
+
+    def product_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+        (result, along), (of_result, of_along) = primals, tangents
+        terms = []
+        if not isinstance(of_along, ad.Zero):
+            terms.append(product.bind(result, of_along))
+        if not isinstance(of_result, ad.Zero):
+            known = lax.mul(curvature(widened(result)), widened(along))
+            term = lax.mul(widened(of_result), known)
+            terms.append(term.astype(along.dtype))
+        made = product.bind(*primals)
+        return made, terms[0] if len(terms) == 1 else lax.add(*terms)
+
+    def transpose(cotangent: Any, result: Any, along: Any) -> list[Any]:
+        if isinstance(cotangent, ad.Zero):
+            return [None, ad.Zero(along.aval)]
+        return [None, product.bind(result, cotangent)]
+
+    lower(primitive, run, run)
+    lower(product, multiply, multiply)
+    ad.primitive_jvps[primitive] = jvp
+    ad.primitive_jvps[product] = product_jvp
+    ad.primitive_transposes[product] = transpose
+    return primitive
+
+
+OWN = {
+    lax.logistic_p: _define(lax.logistic_p, lambda y: y * (1 - y), lambda y: 1 - 2 * y),
+    lax.tanh_p: _define(lax.tanh_p, lambda y: 1 - y * y, lambda y: -2 * y),
+}
