@@ -24,6 +24,8 @@ ARITHMETIC = _names(
     "abs add add_any ceil clamp div floor integer_pow max min mul neg one_minus_square",
     "round rsqrt select_n sign sqrt square sub",
 )
+# Their results have the dtype of their operands; of select_n, of all but the first.
+OF_ONE_DTYPE = TRANSCENDENTAL | ARITHMETIC
 # Elementwise, and dimensions of size one, and scalars, are broadcast.
 BROADCASTING = _names("add atan2 div max min mul pow rem sub")
 # Their results are rounded, also where an operand is a constant.

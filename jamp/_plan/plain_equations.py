@@ -257,6 +257,10 @@ def result_dtypes(
         return outs
     if name in _primitives.MATMULS:
         return [_dtypes.widest(used[:2])]
+    if name in _primitives.COMPARISONS:
+        return outs
+    if name in _primitives.OF_ONE_DTYPE and _dtypes.eligible(used[-1]):
+        return [used[-1]]
     if name in _primitives.SCATTERS | _primitives.COLLECTIVES:
         # They can't be evaluated in other dtypes, or without the names of their axes.
         return list(used[: len(outs)])
