@@ -1,4 +1,4 @@
-"""Sigmoids and tanh of 16-bit arrays, computed in float32 and rounded once.
+"""Sigmoids of 16-bit arrays, and gradients of them and of tanh, rounded once.
 
 XLA makes a sigmoid of operations that each round, and JAX's derivatives of both do so,
 too. As in PyTorch, the derivative is computed in float32 here, from the result, which
@@ -15,22 +15,29 @@ from jax.interpreters import ad
 from jamp._dtypes import widened
 from jamp._lowerings.own_primitives import like, lower, with_rules_of_jax
 
-Function = Callable[[Any], Any]
+Function = Callable[..., Any]
 
 
-def _define(known: Primitive, slope: Function, curvature: Function) -> Primitive:
-    """A function like one of JAX's, from its derivative and the derivative of that.
+def _sigmoid(x: Any, **params: Any) -> Any:
+    return lax.logistic_p.bind(widened(x), **params).astype(x.dtype)
 
-    Both are given as functions of the function's result.
+
+def _define(
+    known: Primitive, run: Function, slope: Function, curvature: Function
+) -> Primitive:
+    """A function like one of JAX's.
+
+    Args:
+      known: the function of JAX's.
+      run: what it is, in JAX's operations.
+      slope: its derivative, from its result.
+      curvature: the derivative of that, from the result as well.
     """
     primitive = like(known)
     with_rules_of_jax({known: primitive})
     # Linear in what it multiplies with the slope. Its name is for those who count.
     product = like(lax.mul_p)
     with_rules_of_jax({lax.mul_p: product})
-
-    def run(x: Any, **params: Any) -> Any:
-        return known.bind(widened(x), **params).astype(x.dtype)
 
     def multiply(result: Any, along: Any) -> Any:
         made = lax.mul(slope(widened(result)), widened(along))
@@ -66,6 +73,10 @@ def _define(known: Primitive, slope: Function, curvature: Function) -> Primitive
 
 
 OWN = {
-    lax.logistic_p: _define(lax.logistic_p, lambda y: y * (1 - y), lambda y: 1 - 2 * y),
-    lax.tanh_p: _define(lax.tanh_p, lambda y: 1 - y * y, lambda y: -2 * y),
+    known: _define(known, *functions)
+    for known, *functions in (
+        (lax.logistic_p, _sigmoid, lambda y: y * (1 - y), lambda y: 1 - 2 * y),
+        # XLA computes it in float32 itself.
+        (lax.tanh_p, lax.tanh_p.bind, lambda y: 1 - y * y, lambda y: -2 * y),
+    )
 }
