@@ -173,14 +173,16 @@ def _reads_as_is(
 def _is_slow(left: _Factor, right: _Factor) -> bool:
     """Whether float32 is faster than the instructions for bfloat16 that there are.
 
-    So it is where nothing is added up, which XLA does element by element, and on some
-    processors where it takes little time to cast the operands.
+    So it is where nothing is added up, which XLA does element by element, for a row and
+    what stays in the cache, and on some processors where casts take little time.
     """
     if _size(left.array, left.added) == 1 or _is_looped(left, right):
         return True
+    size = max(left.size, right.size)
+    if size <= _FEW_NUMBERS and 1 in (left.rows, right.rows):
+        return True
     many = min(left.rows, right.rows) > _FEW_ROWS
-    small = max(left.size, right.size) < _LARGE
-    return this_processor().is_held_back and (many or small)
+    return this_processor().is_held_back and (many or size < _LARGE)
 
 
 def _is_looped(left: _Factor, right: _Factor) -> bool:

@@ -169,6 +169,20 @@ def test_weights_are_not_cast_for_few_rows_nor_small_ones_for_some_more(
     assert found == ([WIDE, LOW] if reads else [LOW])
 
 
+@pytest.mark.parametrize(
+    ("rows", "size", "product"), [(1, 512, WIDE), (2, 512, LOW), (1, 1024, LOW)]
+)
+def test_a_row_and_a_small_matrix_are_multiplied_in_float32(
+    choose_processor, rows, size, product
+):
+    """In less time than two rows are made of it."""
+    choose_processor("amx_bf16")
+    fn = jamp.autocast(of_two_computed, dtype=jnp.bfloat16)
+    shapes = (rows, size), (size, size)
+    pair = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    assert products(fn, *pair) == [product]
+
+
 @pytest.mark.parametrize("processor", ["old", "held back"])
 def test_where_products_are_in_float32_weights_are_not_cast(
     choose_processor, processor
