@@ -145,13 +145,15 @@ def _are_worth(lhs: Any, rhs: Any, shape: Shape, window: int, places: int) -> bo
     strided = not by_window and math.prod(shape.rhs_dilation) > 1
     reused, into = (rhs.shape[d] for d in shape.dimension_numbers.rhs_spec[:2])
     count = min(window, places)
+    many = count * lhs.size >= _MANY and not by_window
     least = _LEAST_REUSED
-    if this_processor().has_amx:
-        features = lhs.shape[shape.dimension_numbers.lhs_spec[0]]
-        many = features >= _LEAST_OF_MANY and count * lhs.size >= _MANY
-        least = _LEAST_OF_MANY if many and not by_window else _LEAST_REUSED_IF_FAST
-    elif this_processor().gains:
+    # One picture's patches are made at once, and leave the cache themselves.
+    if this_processor().gains and not (many and into == 1):
         least = _LEAST_REUSED_IF_FAST if by_window else _LEAST_REUSED_OF_WEIGHTS
+        if this_processor().has_amx:
+            features = lhs.shape[shape.dimension_numbers.lhs_spec[0]]
+            many = many and features >= _LEAST_OF_MANY
+            least = _LEAST_OF_MANY if many else _LEAST_REUSED_IF_FAST
     # Slices of few features take longer to stack than the convolution.
     long = not by_window or into >= _LEAST_FEATURES
     worth = long and reused >= least

@@ -292,24 +292,29 @@ def test_pictures_with_features_first_are_transposed_and_not_their_patches():
 
 
 @pytest.mark.parametrize(
-    ("described", "features", "left_to_xla"),
+    ("described", "features", "pictures", "left_to_xla"),
     [
-        ("amx_bf16", 32, 3),
-        ("amx_bf16", 64, 0),
-        ("avx512_bf16", 32, 3),
-        ("avx512_bf16", 64, 1),
-        ("avx512_bf16", 128, 0),
-        ("held back", 128, 3),
-        ("held back", 256, 0),
-        ("old", 128, 3),
-        ("old", 256, 0),
+        ("amx_bf16", 32, (2, 8), 3),
+        ("amx_bf16", 64, (2, 8), 0),
+        ("amx_bf16", 64, (1, 128), 1),
+        ("amx_bf16", 64, (2, 128), 0),
+        ("avx512_bf16", 32, (2, 8), 3),
+        ("avx512_bf16", 64, (2, 8), 1),
+        ("avx512_bf16", 128, (2, 8), 0),
+        ("avx512_bf16", 128, (1, 128), 1),
+        ("held back", 128, (2, 8), 3),
+        ("held back", 256, (2, 8), 0),
+        ("old", 128, (2, 8), 3),
+        ("old", 256, (2, 8), 0),
     ],
 )
 def test_the_processor_tells_from_how_many_features_on_patches_are_taken(
-    described, features, left_to_xla, choose_processor
+    described, features, pictures, left_to_xla, choose_processor
 ):
     choose_processor(described)
-    x, w = jnp.ones((2, 8, 8, features)), jnp.ones((3, 3, features, features))
+    count, pixels = pictures
+    x = jax.ShapeDtypeStruct((count, pixels, pixels, features), jnp.float32)
+    w = jax.ShapeDtypeStruct((3, 3, features, features), jnp.float32)
 
     def loss(w, x):
         y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=NHWC)
