@@ -145,19 +145,32 @@ def _are_worth(lhs: Any, rhs: Any, shape: Shape, window: int, places: int) -> bo
     strided = not by_window and math.prod(shape.rhs_dilation) > 1
     reused, into = (rhs.shape[d] for d in shape.dimension_numbers.rhs_spec[:2])
     count = min(window, places)
-    many = count * lhs.size >= _MANY and not by_window
-    least = _LEAST_REUSED
-    # One picture's patches are made at once, and leave the cache themselves.
-    if this_processor().gains and not (many and into == 1):
-        least = _LEAST_REUSED_IF_FAST if by_window else _LEAST_REUSED_OF_WEIGHTS
-        if this_processor().has_amx:
-            features = lhs.shape[shape.dimension_numbers.lhs_spec[0]]
-            many = many and features >= _LEAST_OF_MANY
-            least = _LEAST_OF_MANY if many else _LEAST_REUSED_IF_FAST
     # Slices of few features take longer to stack than the convolution.
     long = not by_window or into >= _LEAST_FEATURES
+    least = _least_reused(lhs, rhs, shape, by_window, many=count * lhs.size >= _MANY)
     worth = long and reused >= least
     return count == 1 or (count <= _MOST_SLICES and (strided or worth))
+
+
+def _least_reused(
+    lhs: Any, rhs: Any, shape: Shape, by_window: bool, *, many: bool
+) -> int:
+    """How many output features each element of a patch has to meet on this processor.
+
+    By places of the result, the left operand has the features of pictures where others
+    have a batch, and the pictures are those of its features.
+    """
+    processor, numbers = this_processor(), shape.dimension_numbers
+    if processor.gains and by_window:
+        return _LEAST_REUSED_IF_FAST
+    # One picture's patches are made at once, and leave the cache themselves.
+    alone = many and rhs.shape[numbers.rhs_spec[1]] == 1
+    if not processor.gains or alone:
+        return _LEAST_REUSED
+    if not processor.has_amx:
+        return _LEAST_REUSED_OF_WEIGHTS
+    enough = many and lhs.shape[numbers.lhs_spec[0]] >= _LEAST_OF_MANY
+    return _LEAST_OF_MANY if enough else _LEAST_REUSED_IF_FAST
 
 
 def _by_xla(

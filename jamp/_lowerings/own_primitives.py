@@ -33,7 +33,7 @@ def like(known: Primitive, abstract_eval: Operation | None = None) -> Primitive:
 def lower(
     primitive: Primitive,
     run: Operation,
-    run_on_cpu: Operation,
+    run_on_cpu: Operation | None = None,
     run_on_one_cpu: Operation | None = None,
 ) -> None:
     """Registers what a primitive is, in JAX's operations.
@@ -41,9 +41,10 @@ def lower(
     Args:
       primitive: the primitive.
       run: what it is.
-      run_on_cpu: the same on CPUs.
+      run_on_cpu: the same on CPUs, if it is another there.
       run_on_one_cpu: the same where arrays are not spread over several devices.
     """
+    run_on_cpu = run_on_cpu or run
     several = run, run_on_cpu, run_on_one_cpu or run_on_cpu
     everywhere, on_cpu, on_one_cpu = (
         mlir.lower_fun(one, multiple_results=primitive.multiple_results)

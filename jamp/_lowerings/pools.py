@@ -154,7 +154,7 @@ def _define(known: Primitive, gradient: Callable[..., Any] | None = None) -> Pri
         return known.bind(*arrays, **params)
 
     primitive = like(known)
-    lower(primitive, known.bind, known.bind, on_one_cpu)
+    lower(primitive, known.bind, run_on_one_cpu=on_one_cpu)
     return primitive
 
 

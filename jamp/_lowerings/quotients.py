@@ -22,22 +22,21 @@ from jamp._lowerings.own_primitives import (
 )
 
 _quotient = like(lax.div_p)
-lower(_quotient, lax.div_p.bind, lax.div_p.bind)
+lower(_quotient, lax.div_p.bind)
 OWN = {lax.div_p: _quotient}
 with_rules_of_jax(OWN)
 
 
 def _jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
-    (_, denominator), (above, below) = primals, tangents
+    (_, denominator), (tangent, below) = primals, tangents
     result = _quotient.bind(*primals)
-    terms = []
-    if not isinstance(above, ad.Zero):
-        terms.append(_quotient.bind(above, denominator))
+    if not isinstance(tangent, ad.Zero):
+        tangent = _quotient.bind(tangent, denominator)
     if not isinstance(below, ad.Zero):
         along, *wide = (x.astype(FLOAT32) for x in (below, result, denominator))
         term = lax.mul(along, lax.neg(lax.div(*wide)))
-        terms.append(term.astype(result.dtype))
-    return result, terms[0] if len(terms) == 1 else lax.add(*terms)
+        tangent = ad.add_tangents(tangent, term.astype(result.dtype))
+    return result, tangent
 
 
 def _checked(*state_and_operands: Any) -> Any:

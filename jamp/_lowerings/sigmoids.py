@@ -48,24 +48,22 @@ def _define(
         return result, product.bind(result, *tangents)
 
     def product_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
-        (result, along), (of_result, of_along) = primals, tangents
-        terms = []
-        if not isinstance(of_along, ad.Zero):
-            terms.append(product.bind(result, of_along))
+        (result, along), (of_result, tangent) = primals, tangents
+        if not isinstance(tangent, ad.Zero):
+            tangent = product.bind(result, tangent)
         if not isinstance(of_result, ad.Zero):
-            known = lax.mul(curvature(widened(result)), widened(along))
-            term = lax.mul(widened(of_result), known)
-            terms.append(term.astype(along.dtype))
-        made = product.bind(*primals)
-        return made, terms[0] if len(terms) == 1 else lax.add(*terms)
+            factor = lax.mul(curvature(widened(result)), widened(along))
+            term = lax.mul(widened(of_result), factor)
+            tangent = ad.add_tangents(tangent, term.astype(along.dtype))
+        return product.bind(*primals), tangent
 
     def transpose(cotangent: Any, result: Any, along: Any) -> list[Any]:
         if isinstance(cotangent, ad.Zero):
             return [None, ad.Zero(along.aval)]
         return [None, product.bind(result, cotangent)]
 
-    lower(primitive, run, run)
-    lower(product, multiply, multiply)
+    lower(primitive, run)
+    lower(product, multiply)
     ad.primitive_jvps[primitive] = jvp
     ad.primitive_jvps[product] = product_jvp
     ad.primitive_transposes[product] = transpose
