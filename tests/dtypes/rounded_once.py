@@ -2,14 +2,11 @@
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
+from devices import LOW
 
 import jamp
 
 TERMS = 20_000
-LOW = {"gpu": jnp.float16, "cpu": jnp.bfloat16}
-
-each_device = pytest.mark.parametrize("device", LOW)
 
 
 def values(low, size=TERMS, scale=0.01):

@@ -5,17 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from constructs.sharding import mesh
+from devices import LOW, each_device
 from jax import P, lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxprs import equations, traced
-from rounded_once import (
-    LOW,
-    TERMS,
-    assert_rounded_once,
-    each_device,
-    in_16_bits,
-    values,
-)
+from rounded_once import TERMS, assert_rounded_once, in_16_bits, values
 
 import jamp
 

@@ -6,15 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from devices import LOW, each_device
 from jaxprs import matmul_dtypes, traced
 
 import jamp
 
-LOW = {"gpu": jnp.float16, "cpu": jnp.bfloat16}
 LENGTH, WIDTH = 2048, 8
 FREQUENCIES = np.float32(10_000.0) ** (-np.arange(WIDTH, dtype=np.float32) / WIDTH)
 
-each_device = pytest.mark.parametrize("device", LOW)
 
 ANGLES = {
     "einsum": lambda t, f: jnp.einsum("i,j->ij", t, f),

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from devices import LOW, each_device
 from jax.scipy import special
-from rounded_once import LOW, each_device
 from unrounded import EYE, activations, assert_gradient_near, both, error_in_roundings
 
 import jamp

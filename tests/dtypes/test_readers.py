@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import program_figures
 import pytest
+from devices import LOW, each_device
 from jaxprs import equations, traced
-from rounded_once import LOW, each_device
 from unrounded import EYE, activations, assert_gradient_near, both, error_in_roundings
 
 import jamp

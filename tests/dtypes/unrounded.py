@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rounded_once import LOW
+from devices import LOW
 
 import jamp
 

@@ -6,22 +6,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from devices import LOW, each_device
 from jax.test_util import check_grads
 
 import jamp
 from jamp._lowerings import sigmoids
 
-DTYPES = {"cpu": jnp.bfloat16, "gpu": jnp.float16}
 FUNCTIONS = {
     "sigmoid": (jax.nn.sigmoid, lambda x: 1 / (1 + np.exp(-x)), lambda y: y * (1 - y)),
     "tanh": (jnp.tanh, np.tanh, lambda y: 1 - y**2),
 }
 each_function = pytest.mark.parametrize("name", FUNCTIONS)
-each_device = pytest.mark.parametrize("device", DTYPES)
 
 
 def cast(name, device):
-    return jamp.autocast(FUNCTIONS[name][0], device_type=device, dtype=DTYPES[device])
+    return jamp.autocast(FUNCTIONS[name][0], device_type=device, dtype=LOW[device])
 
 
 def numbers(dtype):
@@ -51,7 +50,7 @@ def assert_rounded_once(found, expected, least):
 @each_function
 def test_values_are_those_of_float64_rounded_once(name, device):
     _, reference, _ = FUNCTIONS[name]
-    x = numbers(DTYPES[device])
+    x = numbers(LOW[device])
     least = float(jnp.finfo(x.dtype).tiny)
     assert_rounded_once(jax.jit(cast(name, device))(x), reference(exact(x)), least)
 
@@ -61,7 +60,7 @@ def test_values_are_those_of_float64_rounded_once(name, device):
 def test_gradients_are_those_of_the_rounded_value_rounded_once(name, device):
     """As PyTorch has them."""
     _, _, slope = FUNCTIONS[name]
-    x = numbers(DTYPES[device])
+    x = numbers(LOW[device])
     along = jnp.resize(jnp.linspace(0.5, 2, 1001).astype(x.dtype), x.shape)
     result, pullback = jax.vjp(jax.jit(cast(name, device)), x)
     (found,) = pullback(along)
@@ -72,7 +71,7 @@ def test_gradients_are_those_of_the_rounded_value_rounded_once(name, device):
 @each_device
 @each_function
 def test_the_backward_pass_keeps_16_bits(name, device):
-    x = numbers(DTYPES[device])
+    x = numbers(LOW[device])
     _, pullback = jax.vjp(cast(name, device), x)
     arrays = [a for a in jax.tree.leaves(pullback) if a.shape == x.shape]
     assert [a.dtype for a in arrays] == [x.dtype]
@@ -81,7 +80,7 @@ def test_the_backward_pass_keeps_16_bits(name, device):
 @each_device
 @each_function
 def test_small_numbers_of_both_signs_have_one_gradient(name, device):
-    x = jnp.array([-2e-3, 2e-3], DTYPES[device])
+    x = jnp.array([-2e-3, 2e-3], LOW[device])
     (negative, positive) = jax.vmap(jax.grad(cast(name, device)))(x)
     assert negative == positive
 

@@ -4,11 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from devices import LOW
 from library_examples import INSTALLED, LIBRARY_EXAMPLES
 
 import jamp
-
-LOW = {"gpu": jnp.float16, "cpu": jnp.bfloat16}
 
 # torch's norms return float32 on CUDA and what came in on CPUs; so do its densities,
 # which begin with a power or a logarithm.

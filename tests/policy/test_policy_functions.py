@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from devices import LOW
 from flax import nnx
 from function_examples import ATTENTION, EXAMPLES, LAYERS
 from library_examples import INSTALLED, LIBRARY_EXAMPLES
@@ -20,7 +21,6 @@ ENTRIES = {
     policy: [function for function, _ in jamp.Policy.load(policy).functions]
     for policy in POLICIES
 }
-LOW = {"gpu": jnp.float16, "cpu": jnp.bfloat16}
 
 
 @functools.cache
