@@ -36,6 +36,7 @@ SECTIONS = {
     "Matrix products": op_cases.matmul,
     "Convolutions": op_cases.convolution,
     "Elementwise functions": op_cases.pointwise,
+    "Special functions": op_cases.special,
     "Reductions, norms and distances": op_cases.reductions,
     "Losses": op_cases.losses,
     "Linear algebra": op_cases.linalg,
@@ -58,9 +59,9 @@ hide:
 <!-- Written by docs/generate_ops.py from the tables in tests/ and policies/. -->
 # Ops
 
-Every op that a list of `torch.amp` names or that was measured beside them: what a JAX
-user writes for it, the dtype that torch 2.13 returns, and the rule by which jamp
-comes to its own. Look an op up by its torch name.
+Every op that a list of `torch.amp` names, and others that were measured beside them:
+what a JAX user writes for it, the dtype that torch 2.13 returns, and the rule by which
+jamp comes to its own. Look an op up by its torch name.
 
 *gpu* is CUDA with float16 in torch and `device_type="gpu"` in jamp; *cpu* has bfloat16.
 `device_type="tpu"` has the rules of gpu and bfloat16. In both columns stands first the

@@ -74,7 +74,20 @@ def test_every_torch_op_is_a_case_or_has_a_reason_not_to_be():
 
 
 def test_the_table_names_every_torch_op_once():
-    assert len(OPS) == len(TABLE["ops"]) == 237
+    assert len(OPS) == len(TABLE["ops"]) == 353
+
+
+@pytest.mark.slow
+def test_what_the_table_says_of_torch_is_what_torch_returns():
+    pytest.importorskip("torch")
+    from op_cases.in_torch import CALLS, measure
+
+    cases = [case for case in CASES if case.op in CALLS]
+
+    def check(case):
+        assert measure(case) == OPS[case.op]["measured"]
+
+    check_each(cases, check, lambda case: case.op)
 
 
 def test_the_table_uses_the_policies_and_dtypes_it_declares():

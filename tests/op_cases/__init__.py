@@ -15,6 +15,7 @@ from . import (
     pointwise,
     reductions,
     signal,
+    special,
 )
 from ._case import DRAWS as DRAWS
 from ._case import OpCase as OpCase
@@ -25,6 +26,7 @@ GROUPS: dict[str, tuple[OpCase, ...]] = {
     "matmul": matmul.CASES,
     "convolution": convolution.CASES,
     "pointwise": pointwise.CASES,
+    "special": special.CASES,
     "reductions": reductions.CASES,
     "losses": losses.CASES,
     "linalg": linalg.CASES,

@@ -74,8 +74,10 @@ _POOLS = (
     _pool_case("avg_pool1d", _avg_pool, 1),
     _pool_case("avg_pool2d", _avg_pool, 2),
     _pool_case("avg_pool3d", _avg_pool, 3),
+    _pool_case("max_pool1d", _max_pool, 1),
     _pool_case("max_pool2d", _max_pool, 2),
     _pool_case("max_pool3d", _max_pool, 3),
+    _adaptive_case("adaptive_avg_pool2d", jnp.mean, 2),
     _adaptive_case("adaptive_avg_pool3d", jnp.mean, 3),
     _adaptive_case("adaptive_max_pool1d", jnp.max, 1),
     _adaptive_case("adaptive_max_pool2d", jnp.max, 2),
@@ -104,4 +106,13 @@ _SAMPLERS = (
     _grid_case("grid_sampler_3d", 3),
 )
 
-CASES = (*_POOLS, *_RESIZES, *_SAMPLERS)
+_SHUFFLES = (
+    OpCase(
+        "pixel_shuffle",
+        lambda x: x.reshape(2, 4, 3, 2, 2, 3).swapaxes(2, 3).reshape(2, 8, 6, 3),
+        (normal(2, 4, 3, 12),),
+        "x.reshape(n, h, w, 2, 2, c).swapaxes(2, 3).reshape(n, 2 * h, 2 * w, c)",
+    ),
+)
+
+CASES = (*_POOLS, *_RESIZES, *_SAMPLERS, *_SHUFFLES)

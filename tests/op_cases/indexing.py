@@ -1,11 +1,21 @@
-"""Joining, scattering, padding, diagonals and random draws."""
+"""Joining, gathering, moving, scattering, padding, diagonals and random draws."""
 
 import jax
 import jax.numpy as jnp
 
-from ._case import OpCase, Spec, distinct, integer, normal, positive, probability
+from ._case import (
+    OpCase,
+    Spec,
+    ascending,
+    distinct,
+    integer,
+    normal,
+    positive,
+    probability,
+)
 
 _PAIR = (normal(4, 8), normal(4, 8))
+_X = (normal(4, 8),)
 _ROWS = (normal(8, 4), distinct(8, 3), normal(3, 4))
 
 
@@ -22,6 +32,10 @@ def _pad(rank: int, mode: str):
 def _pad_case(op: str, rank: int, mode: str) -> OpCase:
     inputs: tuple[Spec, ...] = (normal(2, 3, *(5,) * rank),)
     return OpCase(op, _pad(rank, mode), inputs, f'jnp.pad(x, widths, mode="{mode}")')
+
+
+def _take(x, places):
+    return x[places]
 
 
 def _set_rows(x, rows, values):
@@ -51,7 +65,42 @@ _JOINS = (
     OpCase("stack", lambda x, y: jnp.stack([x, y]), _PAIR, "jnp.stack([x, y])"),
 )
 
+_GATHERS = (
+    OpCase("embedding", _take, (normal(8, 4), integer(8, 5)), "table[tokens]"),
+    OpCase("index_select", _take, (normal(8, 4), integer(8, 3)), "x[rows]"),
+    OpCase(
+        "gather",
+        lambda x, places: jnp.take_along_axis(x, places, axis=1),
+        (normal(4, 8), integer(8, 4, 3)),
+        "jnp.take_along_axis(x, places, axis=1)",
+    ),
+)
+
+_MOVES = (
+    OpCase("roll", lambda x: jnp.roll(x, 2, axis=1), _X, "jnp.roll(x, 2, axis=1)"),
+    OpCase("flip", lambda x: jnp.flip(x, 1), _X, "jnp.flip(x, 1)"),
+    OpCase("rot90", jnp.rot90, _X, "jnp.rot90(x)"),
+    OpCase("tile", lambda x: jnp.tile(x, (2, 1)), _X, "jnp.tile(x, (2, 1))"),
+    OpCase(
+        "repeat_interleave",
+        lambda x: jnp.repeat(x, 2, axis=1),
+        _X,
+        "jnp.repeat(x, 2, axis=1)",
+    ),
+    OpCase("split", lambda x: jnp.split(x, 2, axis=1), _X, "jnp.split(x, 2, axis=1)"),
+    OpCase(
+        "bucketize", jnp.digitize, (normal(4, 8), ascending(5)), "jnp.digitize(x, bins)"
+    ),
+)
+
 _SCATTERS = (
+    OpCase("index_add", _add_rows, _ROWS, "x.at[rows].add(values)"),
+    OpCase(
+        "scatter_reduce",
+        lambda x, rows, values: x.at[rows].max(values),
+        _ROWS,
+        "x.at[rows].max(values)",
+    ),
     OpCase("index_copy", _set_rows, _ROWS, "x.at[rows].set(values)"),
     OpCase("index_put", _set_rows, _ROWS, "x.at[rows].set(values)"),
     OpCase(
@@ -75,6 +124,7 @@ _SCATTERS = (
 )
 
 _PADS = (
+    _pad_case("constant_pad_nd", 1, "constant"),
     _pad_case("reflection_pad1d", 1, "reflect"),
     _pad_case("reflection_pad2d", 2, "reflect"),
     _pad_case("replication_pad1d", 1, "edge"),
@@ -83,6 +133,12 @@ _PADS = (
 )
 
 _MATRICES = (
+    OpCase(
+        "block_diag",
+        jax.scipy.linalg.block_diag,
+        (normal(3, 4), normal(2, 5)),
+        "jax.scipy.linalg.block_diag(x, y)",
+    ),
     OpCase("diag", jnp.diag, (normal(6),), "jnp.diag(x)"),
     OpCase("diagflat", jnp.diagflat, (normal(2, 3),), "jnp.diagflat(x)"),
     OpCase("tril", jnp.tril, (normal(5, 6),), "jnp.tril(x)"),
@@ -108,4 +164,4 @@ _RANDOM = (
     ),
 )
 
-CASES = (*_JOINS, *_SCATTERS, *_PADS, *_MATRICES, *_RANDOM)
+CASES = (*_JOINS, *_GATHERS, *_MOVES, *_SCATTERS, *_PADS, *_MATRICES, *_RANDOM)

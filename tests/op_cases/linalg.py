@@ -1,4 +1,4 @@
-"""Decompositions and solvers.
+"""Decompositions, solvers and functions of matrices.
 
 Vectors that a decomposition leaves free up to a sign or a phase are compared by their
 absolute value, or scaled so that their first entry is 1. Eigenvalues that come in no
@@ -276,4 +276,20 @@ _SOLVERS = (
     ),
 )
 
-CASES = (*_FACTORS, *_SPECTRA, *_SOLVERS)
+_FUNCTIONS = (
+    OpCase("linalg_det", jnp.linalg.det, _SQUARE, "jnp.linalg.det(a)"),
+    OpCase("linalg_slogdet", jnp.linalg.slogdet, _SQUARE, "jnp.linalg.slogdet(a)"),
+    OpCase("linalg_norm", jnp.linalg.norm, _SQUARE, "jnp.linalg.norm(a)"),
+    OpCase(
+        "matrix_exp", jsl.expm, _SQUARE, "jax.scipy.linalg.expm(a)", traces_16bit=False
+    ),
+    OpCase(
+        "matrix_power",
+        lambda a: jnp.linalg.matrix_power(a, 3),
+        _SQUARE,
+        "jnp.linalg.matrix_power(a, 3)",
+    ),
+    OpCase("linalg_lu", jsl.lu, _SQUARE, "jax.scipy.linalg.lu(a)"),
+)
+
+CASES = (*_FACTORS, *_SPECTRA, *_SOLVERS, *_FUNCTIONS)

@@ -134,6 +134,21 @@ _REGRESSION = (
     ),
 )
 
+_LIKELIHOODS = (
+    OpCase(
+        "gaussian_nll_loss",
+        lambda x, y, v: (0.5 * (jnp.log(v) + (x - y) ** 2 / v)).mean(),
+        (*_PAIR, positive(4, 8)),
+        "(0.5 * (jnp.log(variance) + (x - y) ** 2 / variance)).mean()",
+    ),
+    OpCase(
+        "multilabel_soft_margin_loss",
+        lambda x, y: optax.losses.sigmoid_binary_cross_entropy(x, y).mean(),
+        (normal(4, 8), unit(4, 8)),
+        "optax.losses.sigmoid_binary_cross_entropy(x, y).mean()",
+    ),
+)
+
 _MARGINS = (
     OpCase(
         "cosine_embedding_loss",
@@ -168,4 +183,4 @@ _MARGINS = (
     ),
 )
 
-CASES = (*_CLASSES, *_REGRESSION, *_MARGINS)
+CASES = (*_CLASSES, *_REGRESSION, *_LIKELIHOODS, *_MARGINS)

@@ -83,6 +83,7 @@ CASES = (
         "jnp.tensordot(x, y, axes=2)",
     ),
     OpCase("dot", jnp.dot, (positive(6), positive(6)), "jnp.dot(x, y)"),
+    OpCase("inner", jnp.inner, (normal(4, 6), normal(5, 6)), "jnp.inner(x, y)"),
     OpCase("vdot", jnp.vdot, (positive(6), positive(6)), "jnp.vdot(x, y)"),
     OpCase(
         "linalg_vecdot",
@@ -102,4 +103,6 @@ CASES = (
         _HEADS,
         "jax.nn.dot_product_attention(q, k, v)",
     ),
+    OpCase("outer", jnp.outer, (normal(4), normal(5)), "jnp.outer(u, v)"),
+    OpCase("kron", jnp.kron, (normal(3, 4), normal(2, 5)), "jnp.kron(x, y)"),
 )

@@ -12,6 +12,7 @@ _POSITIVE = (positive(4, 8),)
 _UNIT = (unit(4, 8),)
 _PAIR = (normal(4, 8), normal(4, 8))
 _POWER = (positive(4, 8), normal(4, 8))
+_DIVIDED = (normal(4, 8), positive(4, 8))
 
 _ARITHMETIC = (
     OpCase("add", lambda x, y: x + y, _PAIR, "x + y"),
@@ -27,8 +28,15 @@ _ARITHMETIC = (
         (normal(4, 8), normal(4, 8), normal(4, 8)),
         "x + 0.5 * a * b",
     ),
+    OpCase("sub", lambda x, y: x - y, _PAIR, "x - y"),
+    OpCase("mul", lambda x, y: x * y, _PAIR, "x * y"),
+    OpCase("div", lambda x, y: x / y, _DIVIDED, "x / y"),
+    OpCase("floor_divide", lambda x, y: x // y, _DIVIDED, "x // y"),
+    OpCase("remainder", lambda x, y: x % y, _DIVIDED, "x % y"),
+    OpCase("lerp", lambda x, y: x + 0.25 * (y - x), _PAIR, "x + 0.25 * (y - x)"),
+    OpCase("hypot", jnp.hypot, _PAIR, "jnp.hypot(x, y)"),
     OpCase("atan2", jnp.arctan2, _PAIR, "jnp.arctan2(x, y)"),
-    OpCase("fmod", jnp.fmod, (normal(4, 8), positive(4, 8)), "jnp.fmod(x, y)"),
+    OpCase("fmod", jnp.fmod, _DIVIDED, "jnp.fmod(x, y)"),
     OpCase("reciprocal", jnp.reciprocal, _POSITIVE, "jnp.reciprocal(x)"),
     OpCase("__rdiv__", lambda x: 2.0 / x, _POSITIVE, "2.0 / x"),
     OpCase("__rtruediv__", lambda x: 3.0 / x, _POSITIVE, "3.0 / x"),
@@ -40,7 +48,42 @@ _ARITHMETIC = (
     ),
 )
 
+_SELECTIONS = (
+    OpCase("maximum", jnp.maximum, _PAIR, "jnp.maximum(x, y)"),
+    OpCase("minimum", jnp.minimum, _PAIR, "jnp.minimum(x, y)"),
+    OpCase("fmax", jnp.fmax, _PAIR, "jnp.fmax(x, y)"),
+    OpCase("clamp", lambda x: jnp.clip(x, -0.5, 0.5), _X, "jnp.clip(x, -0.5, 0.5)"),
+    OpCase(
+        "where", lambda x, y: jnp.where(x > 0, x, y), _PAIR, "jnp.where(x > 0, x, y)"
+    ),
+    OpCase(
+        "masked_fill",
+        lambda x: jnp.where(x > 0, -1.0, x),
+        _X,
+        "jnp.where(x > 0, -1.0, x)",
+    ),
+    OpCase("nan_to_num", jnp.nan_to_num, _X, "jnp.nan_to_num(x)"),
+    OpCase("heaviside", jnp.heaviside, _PAIR, "jnp.heaviside(x, y)"),
+    OpCase("copysign", jnp.copysign, _PAIR, "jnp.copysign(x, y)"),
+    OpCase("sign", jnp.sign, _X, "jnp.sign(x)"),
+    OpCase("abs", jnp.abs, _X, "jnp.abs(x)"),
+    OpCase("neg", jnp.negative, _X, "-x"),
+)
+
+_ROUNDINGS = (
+    OpCase("floor", jnp.floor, _X, "jnp.floor(x)"),
+    OpCase("ceil", jnp.ceil, _X, "jnp.ceil(x)"),
+    OpCase("round", jnp.round, _X, "jnp.round(x)"),
+    OpCase("trunc", jnp.trunc, _X, "jnp.trunc(x)"),
+    OpCase("frac", lambda x: x - jnp.trunc(x), _X, "x - jnp.trunc(x)"),
+)
+
 _POWERS = (
+    OpCase("sqrt", jnp.sqrt, _POSITIVE, "jnp.sqrt(x)"),
+    OpCase("square", jnp.square, _X, "jnp.square(x)"),
+    OpCase("exp2", jnp.exp2, _X, "jnp.exp2(x)"),
+    OpCase("logaddexp", jnp.logaddexp, _PAIR, "jnp.logaddexp(x, y)"),
+    OpCase("logaddexp2", jnp.logaddexp2, _PAIR, "jnp.logaddexp2(x, y)"),
     OpCase("__pow__", lambda x, y: x**y, _POWER, "x**y"),
     OpCase("__rpow__", lambda x: 2.0**x, _X, "2.0**x"),
     OpCase("pow", jnp.power, _POWER, "jnp.power(x, y)"),
@@ -59,10 +102,33 @@ _TRIGONOMETRY = (
     OpCase("cosh", jnp.cosh, _X, "jnp.cosh(x)"),
     OpCase("sinh", jnp.sinh, _X, "jnp.sinh(x)"),
     OpCase("tan", jnp.tan, _UNIT, "jnp.tan(x)"),
-    OpCase("erfinv", jax.scipy.special.erfinv, _UNIT, "jax.scipy.special.erfinv(x)"),
+    OpCase("sin", jnp.sin, _X, "jnp.sin(x)"),
+    OpCase("cos", jnp.cos, _X, "jnp.cos(x)"),
+    OpCase("sinc", jnp.sinc, _X, "jnp.sinc(x)"),
+    OpCase("atan", jnp.arctan, _X, "jnp.arctan(x)"),
+    OpCase("asinh", jnp.arcsinh, _X, "jnp.arcsinh(x)"),
+    OpCase("acosh", lambda x: jnp.arccosh(x + 1), _POSITIVE, "jnp.arccosh(x)"),
+    OpCase("atanh", jnp.arctanh, _UNIT, "jnp.arctanh(x)"),
+    OpCase("deg2rad", jnp.deg2rad, _X, "jnp.deg2rad(x)"),
+    OpCase("rad2deg", jnp.rad2deg, _X, "jnp.rad2deg(x)"),
 )
 
 _ACTIVATIONS = (
+    OpCase("sigmoid", jax.nn.sigmoid, _X, "jax.nn.sigmoid(x)"),
+    OpCase("tanh", jnp.tanh, _X, "jnp.tanh(x)"),
+    OpCase("silu", jax.nn.silu, _X, "jax.nn.silu(x)"),
+    OpCase("mish", jax.nn.mish, _X, "jax.nn.mish(x)"),
+    OpCase("relu6", jax.nn.relu6, _X, "jax.nn.relu6(x)"),
+    OpCase("hardtanh", jax.nn.hard_tanh, _X, "jax.nn.hard_tanh(x)"),
+    OpCase("leaky_relu", jax.nn.leaky_relu, _X, "jax.nn.leaky_relu(x)"),
+    OpCase("softsign", jax.nn.soft_sign, _X, "jax.nn.soft_sign(x)"),
+    OpCase("tanhshrink", lambda x: x - jnp.tanh(x), _X, "x - jnp.tanh(x)"),
+    OpCase(
+        "threshold",
+        lambda x: jnp.where(x > 0.5, x, 0.0),
+        _X,
+        "jnp.where(x > 0.5, x, 0.0)",
+    ),
     OpCase("relu", jax.nn.relu, _X, "jax.nn.relu(x)"),
     OpCase(
         "prelu",
@@ -93,4 +159,11 @@ _ACTIVATIONS = (
     ),
 )
 
-CASES = (*_ARITHMETIC, *_POWERS, *_TRIGONOMETRY, *_ACTIVATIONS)
+CASES = (
+    *_ARITHMETIC,
+    *_SELECTIONS,
+    *_ROUNDINGS,
+    *_POWERS,
+    *_TRIGONOMETRY,
+    *_ACTIVATIONS,
+)

@@ -1,4 +1,4 @@
-"""Sums, norms, softmax, cumulative functions, quantiles and distances."""
+"""Sums, extremes, norms, softmax, cumulative functions, statistics and distances."""
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from jax import lax
 from ._case import OpCase, ascending, normal, positive
 
 _X = (normal(4, 8),)
+_ODD = (normal(4, 7),)
 _PAIR = (normal(4, 8), normal(4, 8))
 
 
@@ -46,7 +47,24 @@ _SUMS = (
     OpCase("log_softmax", jax.nn.log_softmax, _X, "jax.nn.log_softmax(x)"),
 )
 
+_EXTREMES = (
+    OpCase("amax", lambda x: jnp.max(x, axis=-1), _X, "jnp.max(x, axis=-1)"),
+    OpCase("amin", lambda x: jnp.min(x, axis=-1), _X, "jnp.min(x, axis=-1)"),
+    OpCase("argmax", lambda x: jnp.argmax(x, axis=-1), _X, "jnp.argmax(x, axis=-1)"),
+    OpCase("sort", jnp.sort, _X, "jnp.sort(x)", index=(0,)),
+    OpCase("argsort", jnp.argsort, _X, "jnp.argsort(x)"),
+    OpCase("topk", lambda x: lax.top_k(x, 3), _X, "lax.top_k(x, 3)"),
+)
+
 _CUMULATIVE = (
+    OpCase("diff", jnp.diff, _X, "jnp.diff(x)"),
+    OpCase("trapezoid", jnp.trapezoid, _X, "jnp.trapezoid(x)"),
+    OpCase(
+        "cumulative_trapezoid",
+        lambda x: jnp.cumsum((x[:, 1:] + x[:, :-1]) / 2, axis=1),
+        _X,
+        "jnp.cumsum((x[:, 1:] + x[:, :-1]) / 2, axis=1)",
+    ),
     OpCase("cumsum", lambda x: jnp.cumsum(x, axis=1), _X, "jnp.cumsum(x, axis=1)"),
     OpCase(
         "cumprod",
@@ -125,6 +143,12 @@ _DISTANCES = (
         "jnp.linalg.norm(x[i] - x[j], axis=-1)  # i, j = np.triu_indices(len(x), 1)",
     ),
     OpCase(
+        "pairwise_distance",
+        lambda x, y: jnp.linalg.norm(x - y + 1e-6, axis=-1),
+        _PAIR,
+        "jnp.linalg.norm(x - y + 1e-6, axis=-1)",
+    ),
+    OpCase(
         "cosine_similarity",
         optax.losses.cosine_similarity,
         _PAIR,
@@ -133,6 +157,37 @@ _DISTANCES = (
 )
 
 _STATISTICS = (
+    OpCase("mean", lambda x: jnp.mean(x, axis=-1), _X, "jnp.mean(x, axis=-1)"),
+    OpCase(
+        "var",
+        lambda x: jnp.var(x, axis=-1, ddof=1),
+        _X,
+        "jnp.var(x, axis=-1, ddof=1)",
+    ),
+    OpCase(
+        "std",
+        lambda x: jnp.std(x, axis=-1, ddof=1),
+        _X,
+        "jnp.std(x, axis=-1, ddof=1)",
+    ),
+    OpCase("nansum", lambda x: jnp.nansum(x, axis=-1), _X, "jnp.nansum(x, axis=-1)"),
+    OpCase("nanmean", lambda x: jnp.nanmean(x, axis=-1), _X, "jnp.nanmean(x, axis=-1)"),
+    OpCase(
+        "median",
+        lambda x: jnp.median(x, axis=-1),
+        _ODD,
+        "jnp.median(x, axis=-1)",
+        index=(0,),
+    ),
+    OpCase(
+        "nanmedian",
+        lambda x: jnp.nanmedian(x, axis=-1),
+        _ODD,
+        "jnp.nanmedian(x, axis=-1)",
+        index=(0,),
+    ),
+    OpCase("cov", jnp.cov, _X, "jnp.cov(x)"),
+    OpCase("corrcoef", jnp.corrcoef, _X, "jnp.corrcoef(x)"),
     OpCase(
         "quantile",
         lambda x: jnp.quantile(x, 0.3, axis=-1),
@@ -159,4 +214,4 @@ _STATISTICS = (
     ),
 )
 
-CASES = (*_SUMS, *_CUMULATIVE, *_NORMS, *_DISTANCES, *_STATISTICS)
+CASES = (*_SUMS, *_EXTREMES, *_CUMULATIVE, *_NORMS, *_DISTANCES, *_STATISTICS)

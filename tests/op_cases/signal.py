@@ -44,6 +44,7 @@ _TRANSFORMS = tuple(
 )
 
 _OTHERS = (
+    OpCase("fft_fftshift", jnp.fft.fftshift, _X, "jnp.fft.fftshift(x)"),
     OpCase(
         "stft",
         lambda x: jax.scipy.signal.stft(x, nperseg=8)[2],

@@ -48,8 +48,10 @@ _PLAIN: list[tuple[tuple[Any, ...], str]] = [
         jax.nn.hard_silu jax.nn.log_sigmoid jax.nn.log_softmax jax.nn.logsumexp
         jax.nn.mish jax.nn.selu jax.nn.silu jax.nn.softmax jax.nn.softplus
         jax.nn.squareplus jax.nn.standardize jax.scipy.special.entr
+        jax.scipy.special.i0 jax.scipy.special.i1 jax.scipy.special.log_ndtr
         jax.scipy.special.logsumexp
         jax.numpy.average jax.numpy.cumprod jax.numpy.cumsum jax.numpy.mean
+        jax.numpy.median jax.numpy.nanmedian
         jax.numpy.nancumprod jax.numpy.nancumsum jax.numpy.nanmean jax.numpy.nanprod
         jax.numpy.nanstd jax.numpy.nansum jax.numpy.nanvar jax.numpy.prod
         jax.numpy.sinc jax.numpy.std jax.numpy.sum jax.numpy.trace jax.numpy.var
@@ -60,7 +62,15 @@ _PLAIN: list[tuple[tuple[Any, ...], str]] = [
         """,
     ),
     ((_ones(8),), "jax.numpy.vander"),
-    ((X, X), "jax.scipy.special.kl_div jax.scipy.special.rel_entr"),
+    (
+        (X, X),
+        """
+        jax.numpy.hypot jax.scipy.special.kl_div jax.scipy.special.owens_t
+        jax.scipy.special.rel_entr jax.scipy.special.xlog1py jax.scipy.special.xlogy
+        """,
+    ),
+    ((X / 4,), "jax.scipy.special.logit jax.scipy.special.ndtri"),
+    ((X + 4, 2), "jax.scipy.special.multigammaln"),
     ((_ones(600),), "jax.scipy.signal.stft"),
     (
         (X, X[0], np.eye(8, dtype=np.float32)),
@@ -74,7 +84,8 @@ _PLAIN: list[tuple[tuple[Any, ...], str]] = [
         jax.numpy.linalg.cholesky jax.numpy.linalg.cond jax.numpy.linalg.det
         jax.numpy.linalg.eigvalsh jax.numpy.linalg.inv jax.numpy.linalg.matrix_rank
         jax.numpy.linalg.pinv jax.numpy.linalg.qr jax.numpy.linalg.slogdet
-        jax.numpy.linalg.svd jax.numpy.linalg.svdvals jax.scipy.linalg.lu
+        jax.numpy.linalg.svd jax.numpy.linalg.svdvals jax.scipy.linalg.expm
+        jax.scipy.linalg.lu
         """,
     ),
     (
