@@ -277,8 +277,16 @@ _SOLVERS = (
 )
 
 _FUNCTIONS = (
-    OpCase("linalg_det", jnp.linalg.det, _SQUARE, "jnp.linalg.det(a)"),
-    OpCase("linalg_slogdet", jnp.linalg.slogdet, _SQUARE, "jnp.linalg.slogdet(a)"),
+    OpCase(
+        "linalg_det", jnp.linalg.det, _SQUARE, "jnp.linalg.det(a)", traces_16bit=False
+    ),
+    OpCase(
+        "linalg_slogdet",
+        jnp.linalg.slogdet,
+        _SQUARE,
+        "jnp.linalg.slogdet(a)",
+        traces_16bit=False,
+    ),
     OpCase("linalg_norm", jnp.linalg.norm, _SQUARE, "jnp.linalg.norm(a)"),
     OpCase(
         "matrix_exp", jsl.expm, _SQUARE, "jax.scipy.linalg.expm(a)", traces_16bit=False
@@ -289,7 +297,7 @@ _FUNCTIONS = (
         _SQUARE,
         "jnp.linalg.matrix_power(a, 3)",
     ),
-    OpCase("linalg_lu", jsl.lu, _SQUARE, "jax.scipy.linalg.lu(a)"),
+    OpCase("linalg_lu", jsl.lu, _SQUARE, "jax.scipy.linalg.lu(a)", traces_16bit=False),
 )
 
 CASES = (*_FACTORS, *_SPECTRA, *_SOLVERS, *_FUNCTIONS)
