@@ -193,6 +193,13 @@ def scope_names(name_stack: Any) -> tuple[str, ...]:
     return tuple([e.name for e in name_stack.stack if isinstance(e, _Scope)])
 
 
+def is_derived(eqn: JaxprEqn) -> bool:
+    """Whether an equation came of differentiating something, as its name stack says."""
+    stack = eqn.source_info.name_stack.stack
+    transforms = [getattr(e, "name", "") for e in stack if not isinstance(e, _Scope)]
+    return "jvp" in transforms or "transpose" in transforms
+
+
 def settings(eqn: JaxprEqn) -> AbstractContextManager[None]:
     """A context with the settings, such as the mesh, that an equation was traced in."""
     # `jax.extend` has the equation, and nothing that enters its context.

@@ -28,6 +28,7 @@ class Context(NamedTuple):
     inside: frozenset[Function] = frozenset()  # listed functions that are done with
     linear: bool = False  # whether it is of a derivative, which JAX may transpose
     tried: bool = False  # whether it is only asked whether it would change
+    derived: bool = False  # whether it came of differentiating something
 
     @property
     def region(self) -> Options:

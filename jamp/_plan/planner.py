@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import JaxprEqn
 
-from jamp._compat import is_plain_array
+from jamp._compat import is_derived, is_plain_array
 from jamp._dtypes import FLOAT32, eligible, exceeds_16_bits
 from jamp._errors import BannedOpError, JampWarning
 from jamp._plan.listed_calls import ListedCall, plan_listed_call
@@ -236,6 +236,8 @@ class _Planner:
         rule: StructuralRule = plan_convert if converts else plan_plain
         if name in STRUCTURAL:
             rule = STRUCTURAL[name]
+            if is_derived(eqn):
+                context = context._replace(derived=True)
             if not all(is_plain_array(v.aval) for v in operands):
                 # It takes a reference, or another thing that cannot be traced anew.
                 rule = plan_as_traced

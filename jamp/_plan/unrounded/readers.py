@@ -9,7 +9,10 @@ from functools import cache
 from itertools import chain
 from typing import NamedTuple
 
+from jax.extend.core import JaxprEqn
+
 from jamp import _primitives
+from jamp._compat import scan_counts
 from jamp._dtypes import FLOAT32
 from jamp._equations import nested
 from jamp._plan.listed_calls import runs_in_float32
@@ -24,11 +27,33 @@ class Reading(NamedTuple):
     low: frozenset[int]  # by readers that need their 16 bits
     wide: frozenset[int]  # by readers that would take them in float32
     inside: frozenset[int] = frozenset()  # rounded, by programs that run apart
+    adds: frozenset[int] = frozenset()  # by readers in float32 that add them up
 
 
 def taken(action: Action) -> Values:
     """What an action takes, before the casts that were made for it."""
     return action.read if isinstance(action, Bind) else action.operands
+
+
+class Apart(NamedTuple):
+    """What programs that run apart may be handed, and hand on, in float32."""
+
+    skipped: int  # how many operands come before those of the programs
+    inputs: int  # how many inputs of a program are not among it
+    results: int  # how many results
+
+
+def apart_from(action: Structural) -> Apart | None:
+    """What may go between a program and its gradient that run apart; None if nothing.
+
+    What a loop carries stays as it is.
+    """
+    if not action.context.derived:
+        return None
+    if action.kind == "scan":
+        consts, carry = scan_counts(action.eqn.params)
+        return Apart(0, consts + carry, carry)
+    return {"cond": Apart(1, 0, 0), "shard_map": Apart(0, 0, 0)}.get(action.kind)
 
 
 class Kind(NamedTuple):
@@ -102,6 +127,10 @@ def _scales_low(action: Bind, known: Callable[[Value], bool]) -> bool:
     return name in _primitives.SCALING and any(map(known, values)) and low
 
 
+def _sums(eqns: Iterable[JaxprEqn]) -> bool:
+    return any(eqn.primitive.name in _primitives.SUMS for eqn in nested(eqns))
+
+
 def _is_number(value: Value) -> bool:
     return value.constant is not None
 
@@ -140,6 +169,8 @@ class Readers:
         # What programs that run apart, as those of loops and branches, read in 16 bits,
         # moved, scaled or masked: what they make of it is compared with it, or cancels.
         self.inside = {plan.results[place].number for place in results.inside}
+        # What is added up in float32, maybe after it was multiplied, in any dtype.
+        self.adds = {plan.results[place].number for place in results.adds}
         # Elementwise actions whose results only readers in float32 have.
         self.unrounded: set[Action] = set()
         self.kind = cache(_kind)
@@ -158,7 +189,7 @@ class Readers:
         return Reading(
             *(
                 frozenset(place for place, number in places if number in found)
-                for found in (self.low, self.wide, self.inside)
+                for found in (self.low, self.wide, self.inside, self.adds)
             )
         )
 
@@ -177,9 +208,40 @@ class Readers:
             inputs = inputs._replace(wide=inputs.wide - inputs.low)
         return results, inputs
 
+    def of_apart(self, action: Structural) -> tuple[Reading, frozenset[int]]:
+        """How the results of programs that run apart are read, and what they add up.
+
+        Between a loop, a branch or a shard and its gradient values are kept. Of these
+        only what is added up is worth the bytes of float32, as softmax's terms are,
+        which cancel in its gradient.
+        """
+        places = frozenset(range(len(action.results)))
+        apart = apart_from(action)
+        if apart is None:
+            return Reading(places, frozenset()), frozenset()
+        read = self.reading(action.results)
+        # Where branches meet in float32, they need not round what they give.
+        met = {p for p, v in enumerate(action.results) if v.dtype == FLOAT32}
+        wide = frozenset(p for p in met | (read.adds - read.low) if p >= apart.results)
+        results = Reading(places - wide, wide, read.inside & wide, wide)
+        adds = (self._of(plan, results).inputs.adds for plan in action.plans)
+        inputs = frozenset().union(*adds)
+        return results, frozenset(p for p in inputs if p >= apart.inputs)
+
     def names(self, number: int) -> list[str]:
         """What reads a value in float32, as far as is known, in program order."""
         return [*reversed(self.wide.get(number, {}))]
+
+    def _added_apart(self, action: Structural) -> set[int]:
+        """Notes what programs that run apart add up of what they take."""
+        apart, (_, inputs) = apart_from(action), self.of_apart(action)
+        if apart is None:
+            return set()
+        taken = [action.operands[apart.skipped + place] for place in inputs]
+        added = {value.number for value in taken if value.low}
+        self._widen(added, _names(action))
+        self.adds |= added
+        return added
 
     def _widen(self, numbers: Iterable[int], names: Iterable[str]) -> None:
         """Adds readers in float32."""
@@ -194,6 +256,7 @@ class Readers:
     def _add(self, action: Action) -> None:
         lows = {value.number for value in taken(action) if value.low}
         self._counts.update(lows)
+        self._add_up(action)
         if isinstance(action, Float32Call) or is_float32_function(action):
             self._widen(lows, _names(action))
         elif isinstance(action, Cast) and action.dtype == FLOAT32:
@@ -202,6 +265,18 @@ class Readers:
             self.low |= lows
         elif isinstance(action, Bind | Structural):
             self._add_equation(action, lows)
+
+    def _add_up(self, action: Action) -> None:
+        """Follows what is added up in float32 to what it is made of."""
+        adds = any(value.number in self.adds for value in action.results)
+        if isinstance(action, Float32Call):
+            adds = _sums(action.eqns)
+        elif isinstance(action, Cast):
+            adds &= action.dtype == FLOAT32
+        elif isinstance(action, Bind | Structural):
+            adds = (adds or _sums([action.eqn])) and self.kind(action) is not None
+        if adds:
+            self.adds.update(value.number for value in action.operands)
 
     def _adds_for_parts(self, kind: Kind, made: set[int], lows: set[int]) -> bool:
         """Whether a sum is split for its readers.
@@ -251,12 +326,15 @@ class Readers:
             wide = {numbers[place] for place in inputs.wide}
             self.low |= {numbers[place] for place in inputs.low}
             self.inside |= {numbers[place] for place in inputs.inside}
+            self.adds |= {numbers[place] for place in inputs.adds}
             # What nobody reads inside is handed in as it is.
             self.low |= lows - wide
         else:
             # Those that are cast for it are read by their casts; what it takes in 16
             # bits may be what a value that it reads was widened from.
             rounded = {value.number for value in action.operands if value.low}
+            if isinstance(action, Structural):
+                rounded -= self._added_apart(action)
             self.low |= rounded
             extreme = action.eqn.primitive.name in _primitives.EXTREMES
             if extreme or isinstance(action, Structural):

@@ -18,6 +18,7 @@ from jamp._plan.unrounded.readers import (
     Kind,
     Readers,
     Reading,
+    apart_from,
     is_float32_function,
     taken,
 )
@@ -325,8 +326,7 @@ class _Writer:
 
     def _structural(self, action: Structural) -> None:
         if not action.is_call:
-            plans = [self._variants.plan(plan) for plan in action.plans]
-            self._keep(self._with_plans(action, plans))
+            self._apart(action)
             return
         (inner,) = action.plans
         results, inputs = self._readers.of_call(action)
@@ -345,6 +345,31 @@ class _Writer:
             for place, value in enumerate(action.results)
         ]
         written = self._with_plans(action, [plan])
+        self._records.call(action, operands, made)
+        self._keep(replace(written, operands=operands, results=made))
+
+    def _apart(self, action: Structural) -> None:
+        """Writes an action whose programs run apart, as those of a loop."""
+        apart = apart_from(action)
+        if apart is None:
+            plans = [self._variants.plan(plan) for plan in action.plans]
+            self._keep(self._with_plans(action, plans))
+            return
+        results, added = self._readers.of_apart(action)
+        operands, made = [*action.operands], [*action.results]
+        wide = {p for p in added if self._at_hand(operands[apart.skipped + p])}
+        for place in wide:
+            at = apart.skipped + place
+            operands[at] = self._float32(operands[at])
+        every = frozenset(range(len(action.plans[0].inputs)))
+        variants = [
+            self._variants.variant(plan, results, frozenset(wide), every)
+            for plan in action.plans
+        ]
+        for place in frozenset().union(*(found.wide for found in variants)):
+            if made[place].low:
+                made[place] = self._given(made[place], action.caster)
+        written = self._with_plans(action, [found.plan for found in variants])
         self._records.call(action, operands, made)
         self._keep(replace(written, operands=operands, results=made))
 

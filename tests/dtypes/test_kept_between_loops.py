@@ -1,0 +1,163 @@
+"""What a loop or a branch keeps for its gradient, where both are under autocast.
+
+`autocast(grad(f))` is handed a program in which JAX has split the loop: the first half
+leaves what the second reads. In softmax's gradient terms cancel by as much as the
+numbers that it is taken of have in common: each rounded by itself, they would leave
+nothing of it.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+
+import jamp
+from jamp._lowerings.releases import CONVERTS_STACKS
+
+BATCH = 4
+COMMON = 30.0  # what softmax's gradient ignores
+# In units of the spacing of bfloat16 at 1: one rounding of each product, and a few of
+# what is multiplied.
+TOLERANCE = 2 * 2.0**-8
+
+
+def by_hand(z):
+    e = jnp.exp(z - z.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def layer_norm(z):
+    centred = z - z.mean(-1, keepdims=True)
+    return centred * lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-6)
+
+
+FUNCTIONS = {
+    "softmax": jax.nn.softmax,
+    "softmax by hand": by_hand,
+    "exp of log_softmax": lambda z: jnp.exp(jax.nn.log_softmax(z)),
+    "standardize": jax.nn.standardize,
+    "layer norm by hand": layer_norm,
+}
+
+
+def scanned(body):
+    def fn(w, xs):
+        start = jnp.zeros((), xs.dtype)
+        return lax.scan(lambda total, x: (total + body(w, x), None), start, xs)[0]
+
+    return fn
+
+
+def nested(body):
+    inner = scanned(body)
+    return lambda w, xs: scanned(inner)(w, xs.reshape(2, 2, *xs.shape[1:]))
+
+
+def counted(body):
+    def fn(w, xs):
+        start = jnp.zeros((), xs.dtype)
+        return lax.fori_loop(0, BATCH, lambda i, total: total + body(w, xs[i]), start)
+
+    return fn
+
+
+def chosen(body):
+    def branch(w, x):
+        nothing = jnp.zeros((), x.dtype)
+        return lax.cond(x[0, 0] > -9, body, lambda w, x: nothing, w, x)
+
+    return branch
+
+
+def sharded(body):
+    mesh = jax.make_mesh((2,), ("shards",), axis_types=(AxisType.Auto,))
+    specs = PartitionSpec(), PartitionSpec("shards")
+    return jax.shard_map(
+        lambda w, xs: lax.psum(sum(body(w, x) for x in xs), "shards"),
+        mesh=mesh,
+        in_specs=specs,
+        out_specs=PartitionSpec(),
+    )
+
+
+LOOPS = {
+    "scan": scanned,
+    "scans in a scan": nested,
+    "map": lambda body: lambda w, xs: lax.map(lambda x: body(w, x), xs).sum(),
+    "fori_loop": counted,
+    "cond": lambda body: lambda w, xs: chosen(body)(w, xs[0]),
+    "conds in a scan": lambda body: scanned(chosen(body)),
+    "jit in a scan": lambda body: scanned(jax.jit(body)),
+    "scan in jit": lambda body: jax.jit(scanned(body)),
+    "scan of a checkpoint": lambda body: scanned(jax.checkpoint(body)),
+    "shard_map": sharded,
+}
+
+
+def arguments(dtype):
+    rng = np.random.default_rng(0)
+    w = rng.standard_normal((16, 16)) / 4
+    xs = rng.standard_normal((BATCH, 6, 16))
+    return [jnp.asarray(np.asarray(a, np.float32), dtype) for a in (w, xs)]
+
+
+def loss_of(function, loop):
+    weights = np.random.default_rng(1).standard_normal(16) + COMMON
+
+    def body(w, x):
+        return jnp.sum(function(x @ w) * jnp.asarray(weights, x.dtype))
+
+    return loop(body)
+
+
+def distance(found, expected):
+    found = np.asarray(found, np.float64)
+    return np.linalg.norm(found - expected) / np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_gradient_taken_inside_is_as_good_as_without_the_loop(name, loop):
+    fn = jax.grad(loss_of(FUNCTIONS[name], LOOPS[loop]), (0, 1))
+    with jax.enable_x64(True):
+        expected = jax.jit(fn)(*arguments(np.float64))
+    found = jax.jit(jamp.autocast(fn, device_type="cpu"))(*arguments(np.float32))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert distance(ours, np.asarray(theirs)) < TOLERANCE
+
+
+in_16_bits = pytest.mark.skipif(
+    CONVERTS_STACKS, reason="all stacks of loops are in float32 on CPUs there"
+)
+
+
+def stacks(fn):
+    """The dtypes of what the first loop of a program leaves for the second."""
+    program = jax.make_jaxpr(fn)(*arguments(np.float32))
+    first, second = (eqn for eqn in program.eqns if eqn.primitive.name == "scan")
+    left = [var.aval.dtype for var in first.outvars if var in second.invars]
+    assert left
+    return set(left)
+
+
+@in_16_bits
+@pytest.mark.parametrize(
+    "function, in_float32",
+    [(jax.nn.softmax, True), (jax.nn.silu, False)],
+    ids=["softmax", "silu"],
+)
+def test_only_what_a_gradient_adds_up_is_kept_in_float32(function, in_float32):
+    gradient = jax.grad(loss_of(function, scanned))
+    found = stacks(jamp.autocast(gradient, device_type="cpu"))
+    assert (jnp.dtype(jnp.float32) in found) == in_float32
+
+
+@in_16_bits
+def test_what_a_loop_leaves_outside_of_gradients_stays_in_16_bits():
+    def fn(w, xs):
+        rows = lax.map(lambda x: jax.nn.softmax(x @ w), xs)
+        return lax.map(lambda row: row.sum(-1), rows)
+
+    assert stacks(jamp.autocast(fn, device_type="cpu")) == {jnp.dtype(jnp.bfloat16)}
