@@ -41,8 +41,8 @@ def _named(op: str) -> Callable[..., Any]:
     return getattr(torch, op, None) or getattr(F, op)
 
 
-# What is called with the arguments of an op's case. An op is itself where torch, one of
-# its modules or its tensors have a function of that name.
+# What is called with the arguments of an op's case: for those of `ALIKE` what torch has
+# under their names.
 CALLS: dict[str, Callable[..., Any]] = {
     "acosh": lambda x: torch.acosh(x + 1),
     "adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x.movedim(-1, 1), 2),
@@ -51,7 +51,6 @@ CALLS: dict[str, Callable[..., Any]] = {
     "argmax": lambda x: torch.argmax(x, -1),
     "clamp": lambda x: torch.clamp(x, -0.5, 0.5),
     "constant_pad_nd": lambda x: F.pad(x, (2, 2)),
-    "cumulative_trapezoid": torch.cumulative_trapezoid,
     "embedding": lambda table, tokens: F.embedding(tokens, table),
     "flip": lambda x: torch.flip(x, (1,)),
     "gather": lambda x, places: torch.gather(x, 1, places),
@@ -85,15 +84,15 @@ CALLS: dict[str, Callable[..., Any]] = {
 }
 
 ALIKE = """
-abs argsort asinh atan atanh block_diag bucketize ceil copysign corrcoef cos cov deg2rad
-diff digamma div erf erfc exp2 fft_fftshift floor floor_divide fmax frac
-gaussian_nll_loss hardtanh heaviside hypot i0 inner kron leaky_relu lgamma linalg_det
-linalg_lu linalg_norm linalg_slogdet logaddexp logaddexp2 logit matrix_exp maximum
-minimum mish mul multilabel_soft_margin_loss nan_to_num neg outer pairwise_distance
-rad2deg relu6 remainder rot90 round sigmoid sign silu sin sinc softsign sort
-special_entr special_gammainc special_gammaincc special_i0e special_i1 special_i1e
-special_log_ndtr special_ndtr special_ndtri special_xlog1py sqrt square sub tanh
-tanhshrink trapezoid trunc xlogy
+abs argsort asinh atan atanh block_diag bucketize ceil copysign corrcoef cos cov
+cumulative_trapezoid deg2rad diff digamma div erf erfc exp2 fft_fftshift floor
+floor_divide fmax frac gaussian_nll_loss hardtanh heaviside hypot i0 inner kron
+leaky_relu lgamma linalg_det linalg_lu linalg_norm linalg_slogdet logaddexp logaddexp2
+logit matrix_exp maximum minimum mish mul multilabel_soft_margin_loss nan_to_num neg
+outer pairwise_distance rad2deg relu6 remainder rot90 round sigmoid sign silu sin sinc
+softsign sort special_entr special_gammainc special_gammaincc special_i0e special_i1
+special_i1e special_log_ndtr special_ndtr special_ndtri special_xlog1py sqrt square sub
+tanh tanhshrink trapezoid trunc xlogy
 """.split()
 CALLS |= {op: _named(op) for op in ALIKE}
 
