@@ -87,14 +87,14 @@ class Rewritten:
         if unrounded:
             names = chain.from_iterable(map(self._readers, unrounded))
             note = Note(_READ, tuple(dict.fromkeys(names)))
-        record = replace(record, returns=returns)
+        record.returns = returns
         # Of one that moves 16 bits there may be two.
         if key in self._moved and not any(r and r.number in kept for r in returns):
             return _in_float32(record, note)
         if unrounded:
             results = zip(record.results, returns, strict=True)
             wide = [FLOAT32 if r and r.dtypes == (FLOAT32,) else d for d, r in results]
-            record = replace(record, results=tuple(wide), note=note)
+            record.results, record.note = tuple(wide), note
         return record
 
     def _leaving(self, found: Returned, read: Collection[int]) -> Returned:
