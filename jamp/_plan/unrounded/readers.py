@@ -224,8 +224,11 @@ class Readers:
         met = {p for p, v in enumerate(action.results) if v.dtype == FLOAT32}
         wide = frozenset(p for p in met | (read.adds - read.low) if p >= apart.results)
         results = Reading(places - wide, wide, read.inside & wide, wide)
-        adds = (self._of(plan, results).inputs.adds for plan in action.plans)
-        inputs = frozenset().union(*adds)
+        inputs: frozenset[int] = frozenset()
+        # A branch that runs as traced takes what it was traced for.
+        if all(plan.changed for plan in action.plans):
+            adds = (self._of(plan, results).inputs.adds for plan in action.plans)
+            inputs = inputs.union(*adds)
         return results, frozenset(p for p in inputs if p >= apart.inputs)
 
     def names(self, number: int) -> list[str]:
