@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from devices import LOW, each_device
 from jax.scipy import special
 
 import jamp
 
 gpu = functools.partial(jamp.autocast, device_type="gpu")
-POLICIES = {"gpu": jnp.float16, "cpu": jnp.bfloat16}
 # What float16 holds: a product with the identity does not round it.
 LOGITS = jnp.asarray(np.linspace(-14, 14, 36), jnp.float16).reshape(6, 6)
 LOGITS = LOGITS.astype(jnp.float32)
@@ -85,17 +85,17 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize("device", POLICIES)
+@each_device
 @pytest.mark.parametrize("name", EXACT)
 def test_a_logarithm_of_a_probability_is_that_of_float32(name, device):
     def loss(h):
         return 64 * EXACT[name](h).mean()
 
-    logits = LOGITS.astype(POLICIES[device]).astype(jnp.float32)
+    logits = LOGITS.astype(LOW[device]).astype(jnp.float32)
     cast = jamp.autocast(loss, device_type=device)
     value, gradient = jax.value_and_grad(loss)(logits)
     found, found_gradient = jax.value_and_grad(cast)(logits)
-    eps = jnp.finfo(POLICIES[device]).eps
+    eps = jnp.finfo(LOW[device]).eps
     np.testing.assert_allclose(found, value, rtol=eps / 5)
     np.testing.assert_allclose(found_gradient, gradient, rtol=eps, atol=eps / 100)
 

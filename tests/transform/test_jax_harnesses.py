@@ -4,12 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from devices import LOW, each_device
 from jax_harnesses import FLOAT32, HARNESSES, SAMPLE, arguments, is_refused
 from jaxprs import dtypes, is_float
 
 import jamp
-
-LOW = {"gpu": jnp.float16, "cpu": jnp.bfloat16}
 
 # Roundings of the coarser dtype of the two results.
 ROUNDINGS = 16
@@ -18,7 +17,6 @@ ROUNDINGS = 16
 # to the largest result instead of to each.
 SUMS = ("conv_general_dilated", "dot_general")
 
-each_device = pytest.mark.parametrize("device", ["gpu", "cpu"])
 each_group = pytest.mark.parametrize("group", HARNESSES)
 
 

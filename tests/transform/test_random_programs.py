@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from devices import LOW, each_device
 from evaluation import evaluated
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,15 +31,12 @@ from test_laws import split_floats, summed
 
 import jamp
 
-DEVICES = {"gpu": jnp.float16, "cpu": jnp.bfloat16}
-LOW_PAIRS = {(jnp.dtype(dtype).name,) * 2 for dtype in DEVICES.values()}
+LOW_PAIRS = {(jnp.dtype(dtype).name,) * 2 for dtype in LOW.values()}
 ENV = drawn()
 # The bounds are of first order. What they leave out is of second order, thus smaller.
 SECOND_ORDER = 2
 # Roundings of float32.
 SLACK = 2.0**-18
-
-each_device = pytest.mark.parametrize("device", DEVICES)
 
 
 def rewritten(program, device):
@@ -86,7 +84,7 @@ def assert_gradients_near(actual, expected, allowed):
 
 def check_values(program):
     expected = evaluated(program, ENV)
-    for device, dtype in DEVICES.items():
+    for device, dtype in LOW.items():
         actual = evaluated(rewritten(program, device), ENV)
         assert_near(actual, expected, program.bounds(UNIT[dtype]))
 
@@ -94,7 +92,7 @@ def check_values(program):
 def check_gradients(program):
     """A row of the Jacobian is off by `turn` at most, and is weighed by less than 1."""
     expected = evaluated(differentiated(program), ENV)
-    for device, dtype in DEVICES.items():
+    for device, dtype in LOW.items():
         sizes = [math.prod(SHAPES[kind]) for kind in program.kinds]
         turns = [bound.turn for bound in program.bounds(UNIT[dtype])]
         allowed = sum(map(math.prod, zip(sizes, turns, strict=True)))
@@ -106,7 +104,7 @@ def check_types(program):
     shape = jax.eval_shape(program, ENV)
     batch = ENV | {"x": jnp.stack([ENV["x"], ENV["y"]])}
     axes = ({name: 0 if name == "x" else None for name in ENV},)
-    for device in DEVICES:
+    for device in LOW:
         fn = rewritten(program, device)
         types = jax.eval_shape(fn, ENV)
         inner = jax.jit(functools.partial(program, device=device))
@@ -152,7 +150,7 @@ def assert_matmuls_lowered(fn, program, count):
 
 def check_regions(program):
     expected, mixed = evaluated(program, ENV), before_a_matmul(program)
-    for device in DEVICES:
+    for device in LOW:
         disabled = jamp.autocast(program, device_type=device, enabled=False)
         assert text(disabled, ENV) == text(program, ENV)
         region = functools.partial(FORMS["region"], program)
@@ -204,7 +202,7 @@ def check_amplification(op, fn, kinds):
 
 def check_roundings(op, fn, kinds):
     """Its error for operands that are exact in 16 bits."""
-    for device, dtype in DEVICES.items():
+    for device, dtype in LOW.items():
         low = jamp.autocast(
             lambda *operands: fn(*map(in_16_bits, operands)), device_type=device
         )
@@ -296,7 +294,7 @@ def two_layers(first, second="u"):
 @each_device
 def test_the_values_of_another_program_are_not_near(device):
     actual = evaluated(rewritten(two_layers("w"), device), ENV)
-    bounds = two_layers("w").bounds(UNIT[DEVICES[device]])
+    bounds = two_layers("w").bounds(UNIT[LOW[device]])
     assert_near(actual, evaluated(two_layers("w"), ENV), bounds)
     for other in (two_layers("u"), two_layers("w", "w")):
         with pytest.raises(AssertionError):

@@ -208,28 +208,29 @@ class Readers:
             inputs = inputs._replace(wide=inputs.wide - inputs.low)
         return results, inputs
 
-    def of_apart(self, action: Structural) -> tuple[Reading, frozenset[int]]:
-        """How the results of programs that run apart are read, and what they add up.
+    def of_apart(
+        self, action: Structural, apart: Apart
+    ) -> tuple[Reading, frozenset[int]]:
+        """How results of programs that run apart are read; which operands they add up.
 
         Between a loop, a branch or a shard and its gradient values are kept. Of these
         only what is added up is worth the bytes of float32, as softmax's terms are,
         which cancel in its gradient.
         """
         places = frozenset(range(len(action.results)))
-        apart = apart_from(action)
-        if apart is None:
-            return Reading(places, frozenset()), frozenset()
         read = self.reading(action.results)
         # Where branches meet in float32, they need not round what they give.
         met = {p for p, v in enumerate(action.results) if v.dtype == FLOAT32}
         wide = frozenset(p for p in met | (read.adds - read.low) if p >= apart.results)
         results = Reading(places - wide, wide, read.inside & wide, wide)
-        inputs: frozenset[int] = frozenset()
         # A branch that runs as traced takes what it was traced for.
-        if all(plan.changed for plan in action.plans):
-            adds = (self._of(plan, results).inputs.adds for plan in action.plans)
-            inputs = inputs.union(*adds)
-        return results, frozenset(p for p in inputs if p >= apart.inputs)
+        if not all(plan.changed for plan in action.plans):
+            return results, frozenset()
+        adds = (self._of(plan, results).inputs.adds for plan in action.plans)
+        inputs = frozenset().union(*adds)
+        return results, frozenset(
+            p + apart.skipped for p in inputs if p >= apart.inputs
+        )
 
     def names(self, number: int) -> list[str]:
         """What reads a value in float32, as far as is known, in program order."""
@@ -237,10 +238,11 @@ class Readers:
 
     def _added_apart(self, action: Structural) -> set[int]:
         """Notes what programs that run apart add up of what they take."""
-        apart, (_, inputs) = apart_from(action), self.of_apart(action)
+        apart = apart_from(action)
         if apart is None:
             return set()
-        taken = [action.operands[apart.skipped + place] for place in inputs]
+        _, places = self.of_apart(action, apart)
+        taken = [action.operands[place] for place in places]
         added = {value.number for value in taken if value.low}
         self._widen(added, _names(action))
         self.adds |= added

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -336,6 +336,35 @@ class _Writer:
             inner, results, wide, rounded
         )
         self._probabilities.add(action.results, made_rounded)
+        self._handed(action, [plan], wide, given)
+
+    def _apart(self, action: Structural) -> None:
+        """Writes an action whose programs run apart, as those of a loop."""
+        apart = apart_from(action)
+        if apart is None:
+            plans = [self._variants.plan(plan) for plan in action.plans]
+            self._records.hold(action, plans)
+            self._keep(replace(action, plans=plans))
+            return
+        results, added = self._readers.of_apart(action, apart)
+        wide = {p for p in added if self._at_hand(action.operands[p])}
+        inputs = frozenset(p - apart.skipped for p in wide)
+        every = frozenset(range(len(action.plans[0].inputs)))
+        variants = [
+            self._variants.variant(plan, results, inputs, every)
+            for plan in action.plans
+        ]
+        given = {p for found in variants for p in found.wide if action.results[p].low}
+        self._handed(action, [found.plan for found in variants], wide, given)
+
+    def _handed(
+        self,
+        action: Structural,
+        plans: Sequence[Plan],
+        wide: Collection[int],
+        given: Collection[int],
+    ) -> None:
+        """Writes an action with other plans, some operands and results in float32."""
         operands = [
             self._float32(value) if place in wide else value
             for place, value in enumerate(action.operands)
@@ -344,38 +373,9 @@ class _Writer:
             self._given(value, action.caster) if place in given else value
             for place, value in enumerate(action.results)
         ]
-        written = self._with_plans(action, [plan])
-        self._records.call(action, operands, made)
-        self._keep(replace(written, operands=operands, results=made))
-
-    def _apart(self, action: Structural) -> None:
-        """Writes an action whose programs run apart, as those of a loop."""
-        apart = apart_from(action)
-        if apart is None:
-            plans = [self._variants.plan(plan) for plan in action.plans]
-            self._keep(self._with_plans(action, plans))
-            return
-        results, added = self._readers.of_apart(action)
-        operands, made = [*action.operands], [*action.results]
-        wide = {p for p in added if self._at_hand(operands[apart.skipped + p])}
-        for place in wide:
-            at = apart.skipped + place
-            operands[at] = self._float32(operands[at])
-        every = frozenset(range(len(action.plans[0].inputs)))
-        variants = [
-            self._variants.variant(plan, results, frozenset(wide), every)
-            for plan in action.plans
-        ]
-        for place in frozenset().union(*(found.wide for found in variants)):
-            if made[place].low:
-                made[place] = self._given(made[place], action.caster)
-        written = self._with_plans(action, [found.plan for found in variants])
-        self._records.call(action, operands, made)
-        self._keep(replace(written, operands=operands, results=made))
-
-    def _with_plans(self, action: Structural, plans: Sequence[Plan]) -> Structural:
         self._records.hold(action, plans)
-        return replace(action, plans=plans)
+        self._records.call(action, operands, made)
+        self._keep(replace(action, plans=plans, operands=operands, results=made))
 
     def _keep(self, action: Action) -> None:
         """Writes an action as it is, with what is now read in place of its operands."""
