@@ -193,11 +193,10 @@ def scope_names(name_stack: Any) -> tuple[str, ...]:
     return tuple([e.name for e in name_stack.stack if isinstance(e, _Scope)])
 
 
-def is_derived(eqn: JaxprEqn) -> bool:
-    """Whether an equation came of differentiating something, as its name stack says."""
+def transformations(eqn: JaxprEqn) -> set[str]:
+    """What an equation came of, as "jvp" and "transpose", as its name stack says."""
     stack = eqn.source_info.name_stack.stack
-    transforms = [getattr(e, "name", "") for e in stack if not isinstance(e, _Scope)]
-    return "jvp" in transforms or "transpose" in transforms
+    return {e.name for e in stack if not isinstance(e, _Scope) and hasattr(e, "name")}
 
 
 def settings(eqn: JaxprEqn) -> AbstractContextManager[None]:

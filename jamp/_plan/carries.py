@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 from jamp import _dtypes
@@ -17,24 +17,56 @@ def depth_of(operands: Values) -> int:
     return max(loops, default=-1) + 1
 
 
+Settled = tuple[Plan, list[Any]]
+
+
 def settled_carry(
-    carry: Values, body: Callable[[Values], Plan], depth: int
+    carry: Values,
+    body: Callable[[Values], Plan],
+    depth: int,
+    *,
+    cotangents: bool = False,
 ) -> tuple[Plan, list[Any], bool]:
     """Finds the dtypes at which a loop's carry stays what it is; whether it changes.
 
     They are those that iterating one by one would come to, from the dtypes that come
-    in; where it would go back and forth, the widest.
+    in; where it would go back and forth, the widest. Cotangents that come in float32
+    stay so: the first iteration would read them unrounded, as a scaled loss may need.
     """
+    before = [value.dtype for value in carry]
+    inner, dtypes = _settled(carry, body, depth)
+    wide = {
+        place
+        for place, (value, dtype) in enumerate(zip(carry, dtypes, strict=True))
+        if cotangents
+        and dtype in _dtypes.LOW_DTYPES
+        and value.dtype == FLOAT32
+        and not value.follows
+    }
+    if wide:
+        inner, dtypes = _settled(carry, body, depth, wide)
+    return inner, dtypes, dtypes != before
+
+
+def _settled(
+    carry: Values,
+    body: Callable[[Values], Plan],
+    depth: int,
+    wide: Container[int] = (),
+) -> Settled:
+    """The plan of a loop's body and its carry's dtypes; those at `wide` are float32."""
     seen = [[value.dtype for value in carry]]
     while True:
         dtypes = seen[-1]
         inner = body(carry_in(carry, dtypes))
-        after: list[Any] = list(inner.dtypes[: len(carry)])
+        after: list[Any] = [
+            FLOAT32 if place in wide else dtype
+            for place, dtype in enumerate(inner.dtypes[: len(carry)])
+        ]
         if after in seen[:-1] or len(seen) > len(carry) + 1:
             after = [meet(options) for options in zip(dtypes, after, strict=True)]
         if after == dtypes:
-            inner, dtypes = _keep_sums(carry, body, inner, dtypes, depth)
-            return inner, dtypes, dtypes != seen[0]
+            return _keep_sums(carry, body, inner, dtypes, depth)
         seen.append(after)
 
 
@@ -44,7 +76,7 @@ def _keep_sums(
     inner: Plan,
     dtypes: list[Any],
     depth: int,
-) -> tuple[Plan, list[Any]]:
+) -> Settled:
     """Keeps a loop's sum, as `total += x @ w`, in float32; its readers see 16 bits."""
     sums = [dtype if dtype in _dtypes.LOW_DTYPES else None for dtype in dtypes]
     while any(sums):

@@ -332,6 +332,28 @@ def is_explicit(eqn: JaxprEqn) -> bool:
     return not codes or not _explicit_codes().isdisjoint(map(id, codes))
 
 
+def rounds_nothing(eqn: JaxprEqn) -> bool:
+    """Whether an equation rounds float32 to no fewer bits than it has."""
+    if eqn.primitive.name != "reduce_precision":
+        return False
+    bits, params = jnp.finfo(FLOAT32), eqn.params
+    exponent, mantissa = params["exponent_bits"], params["mantissa_bits"]
+    return bool(exponent >= bits.nexp and mantissa >= bits.nmant)
+
+
+def plan_rounding(equation: Equation) -> list[Value]:
+    """Plans a rounding, and leaves out one that rounds nothing, of 16 bits.
+
+    JAX has these of all that a checkpoint saves; as traced, it would save float32.
+    """
+    (value,), record = equation.operands, equation.caster.record
+    if record.ruling.origin is not Origin.IDENTITY or not value.low:
+        return plan_plain(equation)
+    record.operands = (value.dtype,)
+    equation.plan.changed = True
+    return [value]
+
+
 def plan_convert(equation: Equation) -> list[Value]:
     """Plans a cast of the traced program.
 

@@ -29,6 +29,7 @@ class Context(NamedTuple):
     linear: bool = False  # whether it is of a derivative, which JAX may transpose
     tried: bool = False  # whether it is only asked whether it would change
     derived: bool = False  # whether it came of differentiating something
+    transposed: bool = False  # whether that is the way back, of cotangents
 
     @property
     def region(self) -> Options:

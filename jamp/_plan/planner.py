@@ -13,11 +13,17 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import JaxprEqn
 
-from jamp._compat import is_derived, is_plain_array
+from jamp._compat import is_plain_array, scope_names, transformations
 from jamp._dtypes import FLOAT32, eligible, exceeds_16_bits
 from jamp._errors import BannedOpError, JampWarning
 from jamp._plan.listed_calls import ListedCall, plan_listed_call
-from jamp._plan.plain_equations import plan_as_traced, plan_convert, plan_plain
+from jamp._plan.plain_equations import (
+    plan_as_traced,
+    plan_convert,
+    plan_plain,
+    plan_rounding,
+    rounds_nothing,
+)
 from jamp._plan.plan import (
     Cast,
     Caster,
@@ -234,10 +240,11 @@ class _Planner:
         name = eqn.primitive.name
         converts = name == "convert_element_type" and not is_reshard(eqn)
         rule: StructuralRule = plan_convert if converts else plan_plain
+        if name == "reduce_precision":
+            rule = plan_rounding
         if name in STRUCTURAL:
             rule = STRUCTURAL[name]
-            if is_derived(eqn):
-                context = context._replace(derived=True)
+            context = _derived(eqn, context)
             if not all(is_plain_array(v.aval) for v in operands):
                 # It takes a reference, or another thing that cannot be traced anew.
                 rule = plan_as_traced
@@ -271,6 +278,17 @@ class _Planner:
         return ""
 
 
+def _derived(eqn: JaxprEqn, context: Context) -> Context:
+    """What holds in an equation's programs if it came of differentiating something."""
+    found = transformations(eqn)
+    transposed = context.transposed or "transpose" in found
+    # On the way back a checkpoint computes what was computed before.
+    if "rematted_computation" in scope_names(eqn.source_info.name_stack):
+        transposed = False
+    derived = context.derived or transposed or "jvp" in found
+    return context._replace(derived=derived, transposed=transposed)
+
+
 def _seen(value: Value, plan: Plan) -> Value:
     if not value.is_kept:
         return value
@@ -299,6 +317,8 @@ def primitive_ruling(eqn: JaxprEqn, operands: Values, policy: Policy) -> Ruling:
     if rule is None:
         return Ruling(Rule.AS_TRACED, Origin.DEFAULT, name, policy.name)
     why = _promoted(eqn, operands) if rule is Rule.LOWER else None
+    if rule is Rule.AS_TRACED and rounds_nothing(eqn):
+        why = Origin.IDENTITY
     if why is not None:
         return Ruling(Rule.PROMOTE, why, name, policy.name)
     return Ruling(rule, Origin.PRIMITIVE, name, policy.name)

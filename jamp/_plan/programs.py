@@ -138,7 +138,8 @@ def plan_scan(equation: Equation) -> list[Value]:
         inputs = [*consts, *carried, *sliced]
         return equation.inner(params["jaxpr"], inputs, hoisted=hoisted)
 
-    inner, settled, changed = settled_carry(carry, body, depth)
+    cotangents = equation.context.transposed
+    inner, settled, changed = settled_carry(carry, body, depth, cotangents=cotangents)
     traits = left_by(inner.results, carry, depth)
     inner = _with_sums(inner, num_carry, traits)
     equation.note(inner)

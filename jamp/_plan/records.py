@@ -31,6 +31,7 @@ class Origin(enum.Enum):
     ELEMENTWISE = "elementwise"
     TABLE = "table"
     INTEGERS = "integers"
+    IDENTITY = "identity"
 
 
 class Ruling(NamedTuple):
@@ -69,6 +70,7 @@ _SOURCES = {
     Origin.ELEMENTWISE: "{0.label} that adds nothing up is elementwise",
     Origin.TABLE: "made of iota and literals alone",
     Origin.INTEGERS: "{0.label} of integers that 16 bits would round",
+    Origin.IDENTITY: "{0.label} that rounds nothing",
 }
 
 

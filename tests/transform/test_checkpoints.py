@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from devices import LOW, each_device
 from jax.ad_checkpoint import checkpoint_name
 from jaxprs import text
 
@@ -63,7 +64,7 @@ def float32_in_a_rule(w):
 PROGRAMS = [whole, keeping_names, in_a_loop, casting, float32_in_a_rule]
 
 
-@pytest.mark.parametrize("device", ["gpu", "cpu"])
+@each_device
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_gradient_is_the_same_program(program, device):
     texts = []
@@ -83,6 +84,20 @@ def test_a_gradient_taken_inside_is_right_and_recomputes(program):
         found, written = jax.jit(fn)(W), text(fn, W)
     np.testing.assert_allclose(found, gradient(W), rtol=0.02, atol=0.02)
     assert "checkpoint[" in written or "remat2[" in written
+
+
+@each_device
+def test_what_a_policy_saves_keeps_its_dtype(device):
+    save = jax.checkpoint_policies.dots_saveable
+
+    def layer(w):
+        product = w @ w
+        return jnp.sum(jnp.sin(product)), product
+
+    fn = jax.checkpoint(layer, policy=save)
+    gradient = jax.grad(fn, has_aux=True)
+    _, product = jax.jit(jamp.autocast(gradient, device_type=device))(W)
+    assert product.dtype == LOW[device]
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="it needs JAX 0.12")

@@ -48,12 +48,17 @@ def apart_from(action: Structural) -> Apart | None:
 
     What a loop carries stays as it is.
     """
+    params = action.eqn.params
     if not action.context.derived:
         return None
     if action.kind == "scan":
-        consts, carry = scan_counts(action.eqn.params)
+        consts, carry = scan_counts(params)
         return Apart(0, consts + carry, carry)
-    return {"cond": Apart(1, 0, 0), "shard_map": Apart(0, 0, 0)}.get(action.kind)
+    # Without a policy a checkpoint keeps what it takes, which is nobody's rest.
+    if action.kind == "remat2" and params["policy"] is None:
+        return None
+    found = {"cond": Apart(1, 0, 0), "shard_map": Apart(0, 0, 0)}
+    return {**found, "remat2": Apart(0, 0, 0)}.get(action.kind)
 
 
 class Kind(NamedTuple):
