@@ -124,7 +124,9 @@ def plan_listed_call(call: ListedCall) -> None:
     first = len(env.plan.records)
     products = (e for e in nested(eqns) if e.primitive.name in _primitives.MATMULS)
     stays = rule is Rule.LOWER and any(map(_stays_as_traced, products))
-    if stays or (call.function.elementwise and not _has_no_product(eqns)):
+    # Of what is differentiated, JAX puts what is known of a call in front of a loop.
+    free = forced is Rule.FLOAT32 and not call.entered
+    if stays or free or (call.function.elementwise and not _has_no_product(eqns)):
         call.plan_inside(env, inner)
         return
     enter = call.caster(Record(eqns[0], call.ruling, ()), eqns[0])

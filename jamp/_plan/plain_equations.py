@@ -342,12 +342,13 @@ def rounds_nothing(eqn: JaxprEqn) -> bool:
 
 
 def plan_rounding(equation: Equation) -> list[Value]:
-    """Plans a rounding, and leaves out one that rounds nothing, of 16 bits.
+    """Plans a rounding; one that rounds nothing is left out, of 16 bits or constants.
 
     JAX has these of all that a checkpoint saves; as traced, it would save float32.
     """
     (value,), record = equation.operands, equation.caster.record
-    if record.ruling.origin is not Origin.IDENTITY or not value.low:
+    left_out = value.low or value.follows
+    if record.ruling.origin is not Origin.IDENTITY or not left_out:
         return plan_plain(equation)
     record.operands = (value.dtype,)
     equation.plan.changed = True

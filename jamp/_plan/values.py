@@ -27,14 +27,16 @@ BOOLEAN: Numbers = frozenset({0.0, 1.0})
 
 
 def _numbers(values: Any) -> Numbers | None:
-    """The different numbers among some; None for what are no real numbers."""
+    """The different numbers among some, without NaN; None for complex and no numbers.
+
+    NaN is the same in every dtype.
+    """
     values = np.asarray(values)
     # JAX's float0 is a structured dtype.
     if values.size == 0 or values.dtype.kind == "c" or values.dtype.names is not None:
         return None
     found = np.unique(values.astype(np.float64))
-    if np.isnan(found).any():
-        return None
+    found = found[~np.isnan(found)]
     if len(found) > _MOST:
         by_size = found[np.argsort(np.abs(found))]
         nonzero = by_size[by_size != 0]
@@ -97,6 +99,8 @@ def propagate(eqn: JaxprEqn, operands: Sequence[Numbers | None]) -> Numbers | No
     arrays = [np.array([*numbers]) for numbers in known]
     if name not in _primitives.JOINING:
         arrays = [*np.ix_(*arrays)]
+    if not (any if name in _primitives.JOINING else all)(known):
+        return frozenset()  # NaN alone
     with np.errstate(all="ignore"):
         found = _numbers(NUMPY_OF[name](*arrays))
     return found and held(found, dtype_of(eqn.outvars[0]))
@@ -105,6 +109,8 @@ def propagate(eqn: JaxprEqn, operands: Sequence[Numbers | None]) -> Numbers | No
 def held(numbers: Numbers, dtype: Any) -> Numbers | None:
     """Numbers as a dtype has them; None for complex and wrapping ones."""
     found = np.array([*numbers])
+    if not numbers and not jnp.issubdtype(dtype, np.floating):
+        return None
     if dtype == np.bool_:
         return _numbers(found != 0)
     if jnp.issubdtype(dtype, np.complexfloating):

@@ -277,6 +277,7 @@ TINY = {
     "scaled mask": lambda m: m * 1e-8,
     "quotient": lambda m: (m + 1.0) / 1e8,
     "negative": lambda m: -(m + 1e-8),
+    "beside NaN": lambda m: jnp.where(m, jnp.nan, 1e-8),
     "padded": lambda m: jnp.pad(jnp.where(m, 1.0, 2.0), 1, constant_values=1e-8)[1:-1],
 }
 
@@ -301,6 +302,7 @@ HARMLESS = {
     "inverted": lambda m: 1.0 - m,
     "scaled": lambda m: m * -1e4,
     "additive": lambda m: jnp.where(m, 0.0, -jnp.inf),
+    "of NaN": lambda m: jnp.where(m, 0.0, jnp.nan),
 }
 
 
