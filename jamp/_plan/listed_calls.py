@@ -126,9 +126,10 @@ def plan_listed_call(call: ListedCall) -> None:
     stays = rule is Rule.LOWER and any(map(_stays_as_traced, products))
     # Of what is differentiated, JAX puts what is known of a call in front of a loop:
     # what is made of constants alone is a constant still.
-    constant = all(env.read(var).follows for var in call.invars)
-    free = forced is Rule.FLOAT32 and constant
-    if stays or free or (call.function.elementwise and not _has_no_product(eqns)):
+    constant = forced is Rule.FLOAT32 and all(
+        env.read(var).follows for var in call.invars
+    )
+    if stays or constant or (call.function.elementwise and not _has_no_product(eqns)):
         call.plan_inside(env, inner)
         return
     enter = call.caster(Record(eqns[0], call.ruling, ()), eqns[0])

@@ -48,17 +48,18 @@ def apart_from(action: Structural) -> Apart | None:
 
     What a loop carries stays as it is.
     """
-    params = action.eqn.params
     if not action.context.derived:
         return None
+    params = action.eqn.params
     if action.kind == "scan":
         consts, carry = scan_counts(params)
         return Apart(0, consts + carry, carry)
     # Without a policy a checkpoint keeps what it takes, which is nobody's rest.
     if action.kind == "remat2" and params["policy"] is None:
         return None
-    found = {"cond": Apart(1, 0, 0), "shard_map": Apart(0, 0, 0)}
-    return {**found, "remat2": Apart(0, 0, 0)}.get(action.kind)
+    whole = Apart(0, 0, 0)
+    others = {"cond": Apart(1, 0, 0), "shard_map": whole, "remat2": whole}
+    return others.get(action.kind)
 
 
 class Kind(NamedTuple):
