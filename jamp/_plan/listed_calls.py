@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from jax.extend.core import JaxprEqn, jaxprs_in_params
+from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 
 from jamp import _dtypes, _primitives
 from jamp._dtypes import FLOAT32, DType
@@ -14,7 +14,7 @@ from jamp._plan.plan import Caster, Context, Environment, Float32Call
 from jamp._plan.products import explicit_precision
 from jamp._plan.records import Origin, Record, Returned, Ruling, with_inner
 from jamp._plan.sums import carried_through
-from jamp._plan.values import Traits, Value
+from jamp._plan.values import Numbers, Traits, Value, propagate
 from jamp._policy.functions import Function
 from jamp._policy.rules import Rule
 from jamp._tracing.regions import Options, Scope
@@ -210,7 +210,11 @@ def _plan_in_float32(call: ListedCall, enter: Caster) -> None:
         data=any(v.traits.data for v in operands if v.rank > 0),
         table=all(v.traits.table for v in operands),
     )
-    results = [Value(var.aval, traits) for var in call.outvars]
+    constants = _constants(call)
+    results = [
+        Value(var.aval, traits._replace(numbers=constants.get(var)))
+        for var in call.outvars
+    ]
     plan.actions.append(
         Float32Call(
             operands,
@@ -224,6 +228,22 @@ def _plan_in_float32(call: ListedCall, enter: Caster) -> None:
     )
     env.bind(call.outvars, results)
     plan.records += _as_traced(call.eqns, call.ruling, call.context.scope)
+
+
+def _constants(call: ListedCall) -> dict[Any, Numbers]:
+    """The numbers of those values of a call that are made of constants alone.
+
+    Where JAX cuts a call in two, the second part takes them from the first.
+    """
+    read = call.env.read
+    found = {var: read(var).traits.numbers for var in call.invars}
+    for eqn in call.eqns:
+        operands = [
+            read(atom).traits.numbers if isinstance(atom, Literal) else found.get(atom)
+            for atom in eqn.invars
+        ]
+        found.update(dict.fromkeys(eqn.outvars, propagate(eqn, operands)))
+    return {var: numbers for var, numbers in found.items() if numbers is not None}
 
 
 def _as_traced(eqns: Sequence[JaxprEqn], ruling: Ruling, scope: Scope) -> list[Record]:

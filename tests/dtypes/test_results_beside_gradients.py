@@ -24,6 +24,7 @@ CONSTANTS = {
 }
 LAYERS = {
     **{activation.__name__: activation for activation in ACTIVATIONS},
+    "entr": jax.scipy.special.entr,
     "variance": lambda x: x / (1 + jnp.var(x, axis=-1, keepdims=True)),
     **{
         name: lambda x, constant=constant: x * constant()
