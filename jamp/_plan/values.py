@@ -7,6 +7,7 @@ so that a constant which the narrow dtype would destroy can be kept from it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple
@@ -27,21 +28,20 @@ BOOLEAN: Numbers = frozenset({0.0, 1.0})
 
 
 def _numbers(values: Any) -> Numbers | None:
-    """The different numbers among some, without NaN; None for complex and no numbers.
-
-    NaN is the same in every dtype.
-    """
+    """The different numbers among some, NaN as one; None for complex and no numbers."""
     values = np.asarray(values)
     # JAX's float0 is a structured dtype.
     if values.size == 0 or values.dtype.kind == "c" or values.dtype.names is not None:
         return None
     found = np.unique(values.astype(np.float64))
+    # One object, which sets find by its identity: NaN equals nothing.
+    nan = [math.nan] if np.isnan(found).any() else []
     found = found[~np.isnan(found)]
     if len(found) > _MOST:
         by_size = found[np.argsort(np.abs(found))]
         nonzero = by_size[by_size != 0]
         found = np.array([found[0], found[-1], by_size[0], nonzero[0]])
-    return frozenset(found.tolist())
+    return frozenset(found.tolist() + nan)
 
 
 def destroyed(value: Value, dtype: DType) -> bool:
@@ -59,7 +59,7 @@ def inexact(value: Value, dtype: DType) -> bool:
     if value.traits.numbers is None:
         return False
     numbers = np.array([*value.traits.numbers])
-    return bool((_rounded(numbers, dtype) != numbers).any())
+    return not np.array_equal(_rounded(numbers, dtype), numbers, equal_nan=True)
 
 
 def _rounded(numbers: Any, dtype: DType) -> Any:
@@ -99,8 +99,6 @@ def propagate(eqn: JaxprEqn, operands: Sequence[Numbers | None]) -> Numbers | No
     arrays = [np.array([*numbers]) for numbers in known]
     if name not in _primitives.JOINING:
         arrays = [*np.ix_(*arrays)]
-    if not (any if name in _primitives.JOINING else all)(known):
-        return frozenset()  # NaN alone
     with np.errstate(all="ignore"):
         found = _numbers(NUMPY_OF[name](*arrays))
     return found and held(found, dtype_of(eqn.outvars[0]))
@@ -109,14 +107,13 @@ def propagate(eqn: JaxprEqn, operands: Sequence[Numbers | None]) -> Numbers | No
 def held(numbers: Numbers, dtype: Any) -> Numbers | None:
     """Numbers as a dtype has them; None for complex and wrapping ones."""
     found = np.array([*numbers])
-    if not numbers and not jnp.issubdtype(dtype, np.floating):
-        return None
     if dtype == np.bool_:
         return _numbers(found != 0)
     if jnp.issubdtype(dtype, np.complexfloating):
         return None
     if jnp.issubdtype(dtype, np.integer):
         found, limits = np.trunc(found), jnp.iinfo(dtype)
+        # Not so for NaN.
         fits = limits.min <= found.min() and found.max() <= limits.max
         return _numbers(found) if fits else None
     return _numbers(_rounded(found, dtype))
@@ -251,7 +248,11 @@ class Value:
     def constant(self) -> float | None:
         """The number it stands for, if it is a scalar known before the program runs."""
         found = self.traits.numbers or ()
-        return next(iter(found)) if self.ndim == 0 and len(found) == 1 else None
+        if self.ndim > 0 or len(found) != 1:
+            return None
+        [number] = found
+        # A zero that was computed may be the negative one.
+        return number if number != 0 or self.known is not None else None
 
     def constant_in(self, dtype: DType) -> Value:
         number = np.asarray(self.constant).astype(dtype)[()]

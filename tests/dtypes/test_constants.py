@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from devices import each_device
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas import tpu as pltpu
@@ -340,3 +341,23 @@ def test_a_constant_that_16_bits_do_not_hold_is_rounded_with_the_result(name, lo
     np.testing.assert_array_equal(found, expected.astype(low))
     (gradient,), (in_float32,) = pullback(x.astype(low)), pullback_in_float32(x)
     np.testing.assert_array_equal(gradient, in_float32.astype(low))
+
+
+CHOSEN = {
+    "a factor": lambda h, flag: h * jnp.where(flag, 2.0, jnp.nan),
+    "a limit": lambda h, flag: jnp.maximum(h, jnp.where(flag, 2.0, jnp.nan)),
+    "an offset": lambda h, flag: h + flag.astype(jnp.float32) * jnp.inf,
+    "a zero of either sign": lambda h, flag: 1 / (h * jnp.where(flag, 0.0, -0.0)),
+}
+
+
+@pytest.mark.parametrize("flag", [True, False])
+@pytest.mark.parametrize("chosen", CHOSEN.values(), ids=CHOSEN)
+@each_device
+def test_a_scalar_that_the_program_chooses_is_no_constant(device, chosen, flag):
+    def fn(x, flag):
+        return chosen(x @ x, flag)
+
+    arguments = jnp.ones((3, 3)), jnp.asarray(flag)
+    found = jamp.autocast(fn, device_type=device)(*arguments)
+    np.testing.assert_array_equal(np.float32(found), fn(*arguments))
