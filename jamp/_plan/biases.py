@@ -34,7 +34,10 @@ def product_and_bias(x: Value, y: Value) -> Value | None:
     for product, other in ((x, y), (y, x)):
         if not product.low or other.follows or other.traits.table:
             continue
-        varies = {*range(other.ndim)}.difference(other.traits.repeated)
+        # A scalar has none.
+        shapes = zip(other.aval.shape, product.aval.shape, strict=False)
+        spread = {d for d, (own, full) in enumerate(shapes) if own == 1 != full}
+        varies = {*range(other.ndim)}.difference(other.traits.repeated, spread)
         free = product.traits.free
         if len(varies) < product.ndim and any(map(varies.issubset, free)):
             return product
@@ -53,29 +56,29 @@ def unrounded(product: Value, plan: Plan) -> Value | None:
 
 
 def _unrounded(value: Value, plan: Plan) -> Value | None:
-    actions = plan.actions
-    places = (
-        place
-        for place in reversed(range(len(actions)))
-        if value.number in [result.number for result in actions[place].results]
-    )
-    at = next(places, None)
-    action = None if at is None else actions[at]
-    if at is None or not isinstance(action, Bind) or len(action.results) > 1:
+    if value.number in plan.unrounded:
+        return plan.unrounded[value.number]
+    action = plan.makers.get(value.number)
+    if not isinstance(action, Bind) or len(action.results) > 1:
         return None
-    name, wide = action.eqn.primitive.name, Value.of(value.aval, FLOAT32, value.traits)
+    at = plan.actions.index(action)
+    name = action.eqn.primitive.name
+    wide = Value.of(value.aval, FLOAT32, value.traits)
     if has_own_product(name, action.dtypes or (FLOAT32,) * 2):
         rounds = Cast((wide,), (value,), action.caster)
-        actions[at : at + 1] = [replace(action, results=(wide,)), rounds]
-        return wide
-    source = None
-    if name in _primitives.MOVEMENT and len(action.operands) == 1:
-        source = _unrounded(action.operands[0], plan)
-    if source is None:
-        return None
-    taken, made = (source,), (wide,)
-    own = replace(action, operands=taken, results=made, dtypes=(FLOAT32,), read=taken)
-    actions.insert(actions.index(action), own)
+        plan.actions[at : at + 1] = [replace(action, results=(wide,)), rounds]
+    else:
+        source = None
+        if name in _primitives.MOVEMENT and len(action.operands) == 1:
+            source = _unrounded(action.operands[0], plan)
+        if source is None:
+            return None
+        taken, made = (source,), (wide,)
+        moved_wide = replace(
+            action, operands=taken, results=made, dtypes=(FLOAT32,), read=taken
+        )
+        plan.actions.insert(plan.actions.index(action), moved_wide)
+    plan.unrounded[value.number] = wide
     return wide
 
 

@@ -215,7 +215,7 @@ def _plan_in_float32(call: ListedCall, enter: Caster) -> None:
         Value(var.aval, traits._replace(numbers=constants.get(var)))
         for var in call.outvars
     ]
-    plan.actions.append(
+    plan.append(
         Float32Call(
             operands,
             results,

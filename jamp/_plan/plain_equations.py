@@ -195,7 +195,7 @@ def cast_and_bind(equation: Equation, dtypes: Dtypes) -> list[Value]:
     weights = _weights(equation, used) if changed else {}
     taken, lowered = [*cast, *weights.values()], used if changed else None
     action = Bind(taken, results, caster, eqn, lowered, operands, tuple(weights))
-    plan.actions.append(action)
+    plan.append(action)
     targets = dtypes.results or (None,) * len(results)
     seen = [
         caster.cast(value, dtype, rounds=True) if dtype and value.eligible else value
@@ -244,7 +244,7 @@ def _operand(equation: Equation, value: Value, dtype: DType) -> Value:
     spread = Value.of(eqn.outvars[0].aval, FLOAT32)
     caster.plan.changed = True
     wide = caster.cast(value, FLOAT32)
-    caster.plan.actions.append(Broadcast((wide,), (spread,), caster))
+    caster.plan.append(Broadcast((wide,), (spread,), caster))
     return caster.cast(spread, dtype)
 
 

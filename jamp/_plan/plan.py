@@ -136,8 +136,15 @@ class Plan:
     extras: dict[tuple[int, DType], Value] = field(default_factory=dict)
     results: Values = ()
     actions: list[Action] = field(default_factory=list)  # what is to run, in order
+    # What made each value, by number; and, of products, the float32 before rounding.
+    makers: dict[int, Action] = field(default_factory=dict)
+    unrounded: dict[int, Value] = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)  # what was decided
     changed: bool = False  # whether anything differs from the program as traced
+
+    def append(self, action: Action) -> None:
+        self.actions.append(action)
+        self.makers.update((value.number, action) for value in action.results)
 
     @property
     def arguments(self) -> Values:
@@ -215,7 +222,7 @@ class Caster:
             # The caller casts it, once for all that it is handed to.
             self.plan.extras[value.slot, dtype] = result
         else:
-            self.plan.actions.append(Cast((value,), (result,), self, rounds))
+            self.plan.append(Cast((value,), (result,), self, rounds))
         if share:
             value.casts[dtype] = result
             if not narrows:
@@ -247,9 +254,7 @@ class Equation(NamedTuple):
         """Binds the equation as it is; something may be known of its results."""
         results = self._results(map(_dtypes.dtype_of, self.eqn.outvars), traits)
         taken = self.operands
-        self.plan.actions.append(
-            Bind(taken, results, self.caster, self.eqn, None, read=taken)
-        )
+        self.plan.append(Bind(taken, results, self.caster, self.eqn, None, read=taken))
         return results
 
     def calling(
@@ -283,7 +288,7 @@ class Equation(NamedTuple):
         taken = self.operands if operands is None else operands
         name = kind or self.eqn.primitive.name
         caster, eqn, context = self.caster, self.eqn, self.context
-        self.plan.actions.append(
+        self.plan.append(
             Structural(taken, results, caster, eqn, plans, context, name, in_float32)
         )
         return list(map(self._seen, results))

@@ -294,7 +294,7 @@ def _seen(value: Value, plan: Plan) -> Value:
         return value
     plan.changed = True
     narrow = Value.of(value.aval, value.traits.sums, value.traits)
-    plan.actions.append(Cast((value,), (narrow,), None, rounds=True))
+    plan.append(Cast((value,), (narrow,), None, rounds=True))
     return value.seen(narrow, value.traits.origins)
 
 

@@ -53,6 +53,8 @@ BIASES = {
     "row": (layer, X, W, B),
     "first": (lambda x, w, b: b + x @ w, X, W, B),
     "one row of rank two": (lambda x, w, b: x @ w + b[None], X, W, B),
+    "of one row": (layer, X, W, (1, 8)),
+    "of one row for each": (layer, X, W, (1, 1, 8)),
     "broadcast": (lambda x, w, b: x @ w + jnp.broadcast_to(b, X), X, W, B),
     "behind a barrier": (
         lambda x, w, b: jnp.add(*lax.optimization_barrier((x, x @ w, b))[1:]),
@@ -260,6 +262,19 @@ def test_on_a_cpu_a_product_and_its_bias_are_rounded_once_as_in_torch():
         assert same == (name not in ROUNDED_TWICE)
 
     check_each([name for name in BIASES if name not in OF_INEXACT_FACTORS], check)
+
+
+def test_each_sum_of_one_product_is_rounded_once():
+    def fn(x, w, b):
+        product = x @ w
+        moved = product.reshape(X)
+        return product + b, product + b, moved + b, b + moved
+
+    rng = np.random.default_rng(0)
+    arguments = [rng.standard_normal(shape) for shape in ((10, 8), W, B)]
+    first, *others = jamp.autocast(fn, device_type="cpu")(*map(jnp.float32, arguments))
+    for other in others:
+        np.testing.assert_array_equal(first, other.reshape(first.shape))
 
 
 @pytest.mark.parametrize("device", DEVICES)
