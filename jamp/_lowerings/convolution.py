@@ -8,7 +8,7 @@ feature by itself are sums; see docs/experiments.md.
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jamp._compat import trace_context
 from jamp._dtypes import BFLOAT16, FLOAT32, DType
 from jamp._lowerings.bilinear import PRECISION, Taken, define, in_float32, run_as
 from jamp._lowerings.depthwise import (
@@ -249,8 +250,13 @@ def _phase(
 
 
 @lru_cache(maxsize=1024)
-def _gradient_program(place: int, avals: Sequence[Any], shape: Shape) -> Any:
-    """JAX's program for the gradient of one operand: of the cotangent and the other."""
+def _gradient_program(
+    place: int, avals: Sequence[Any], shape: Shape, context: Hashable
+) -> Any:
+    """JAX's program for the gradient of one operand: of the cotangent and the other.
+
+    Its equations keep the context that they are traced in.
+    """
     cotangent, other, wanted = avals
 
     def gradient(cotangent: Any, other: Any) -> Any:
@@ -266,7 +272,7 @@ def _gradient_program(place: int, avals: Sequence[Any], shape: Shape) -> Any:
 def _gradient(place: int, cotangent: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
     wanted, other = (rhs.aval, lhs) if place else (lhs.aval, rhs)
     avals = in_float32([jax.typeof(cotangent), jax.typeof(other), wanted])
-    program = _gradient_program(place, avals, Shape.of(params))
+    program = _gradient_program(place, avals, Shape.of(params), trace_context())
     params = {**params, "preferred_element_type": wanted.dtype}
     known = lax.conv_general_dilated_p
     return run_as(convolution_p, known, program, [cotangent, other], params)

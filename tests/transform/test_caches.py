@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.xla_metadata import set_xla_metadata
 
 import jamp
 
@@ -343,6 +344,18 @@ def test_no_tracer_is_left_behind(fn, earlier_objects_left_alone):
         jax.make_jaxpr(jax.grad(lambda x: cast(x).astype(jnp.float32).sum()))(X)
         jax.make_jaxpr(jax.jit(jax.vmap(cast)))(W)
         jax.make_jaxpr(jamp.autocast(jax.jit(jax.grad(lambda x: fn(x).sum()))))(X)
+
+
+def test_metadata_of_one_gradient_of_a_convolution_is_not_on_the_next():
+    pictures, windows = jnp.ones((2, 8, 8)), jnp.ones((3, 8, 3))
+
+    def lowered():
+        cast = jamp.autocast(lambda x, w: jnp.sum(jax.lax.conv(x, w, (2,), "SAME")))
+        return jax.jit(jax.grad(cast, (0, 1))).lower(pictures, windows).as_text()
+
+    with set_xla_metadata(kept="yes"):
+        assert "kept" in lowered()
+    assert "kept" not in lowered()
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
