@@ -213,7 +213,7 @@ class _Planner:
                 "as softmax cannot be recognised in it and only the rules of "
                 "primitives hold; hand jamp the function, not a jaxpr made elsewhere",
                 JampWarning,
-                stacklevel=2,
+                stacklevel=locations.users_level(),
             )
 
     def _plan_equation(

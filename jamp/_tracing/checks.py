@@ -137,13 +137,13 @@ def check_function(name: str, fn: Any, inputs: Sequence[Any] = ()) -> None:
             f"the class {fn.__name__}; decorate its __call__ (flax.nnx) or wrap the "
             "function that calls model.apply (flax.linen)"
         )
+    elif isinstance(fn, _DESCRIPTORS):
+        kind = type(fn).__name__
+        got = f"a {kind}; put @{kind} above @jamp.{name}"
     elif not callable(fn):
         got = f"{type(fn).__name__}; write {name}(fn)(x), not {name}(fn(x))"
         if callable(getattr(fn, "apply", None)):
             got = f"{type(fn).__name__}; give its apply"
-        if isinstance(fn, classmethod | property | functools.cached_property):
-            kind = type(fn).__name__
-            got = f"a {kind}; put @{kind} above @jamp.{name}"
     else:
         called = fn, type(fn).__call__
         runs_later = [
@@ -155,6 +155,7 @@ def check_function(name: str, fn: Any, inputs: Sequence[Any] = ()) -> None:
     raise AutocastTypeError(f"{name} takes a function, got {got}")
 
 
+_DESCRIPTORS = classmethod | staticmethod | property | functools.cached_property
 _RUN_LATER = {
     "a generator function": inspect.isgeneratorfunction,
     "an async function": inspect.iscoroutinefunction,
