@@ -155,7 +155,7 @@ def check_function(name: str, fn: Any, inputs: Sequence[Any] = ()) -> None:
     raise AutocastTypeError(f"{name} takes a function, got {got}")
 
 
-_DESCRIPTORS = classmethod | staticmethod | property | functools.cached_property
+_DESCRIPTORS = (classmethod, staticmethod, property, functools.cached_property)
 _RUN_LATER = {
     "a generator function": inspect.isgeneratorfunction,
     "an async function": inspect.iscoroutinefunction,
