@@ -164,6 +164,36 @@ def test_gradients_of_several_readers_in_float32_are_rounded_once(device):
     assert_gradient_near(*both(explained_variance, device, gradient)(x), 1, device)
 
 
+LENGTHS = {
+    "norm": lambda x: jnp.linalg.norm(x, axis=-1, keepdims=True),
+    "norm of magnitudes": lambda x: jnp.linalg.norm(x, 1, -1, keepdims=True),
+    "norm of the matrix": jnp.linalg.norm,
+    "by hand": jax.jit(lambda x: jnp.sqrt(jnp.sum(x * x, -1, keepdims=True))),
+}
+
+
+@each_device
+@pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS)
+def test_gradients_of_a_jitted_length_and_of_what_it_divides_are_rounded_once(
+    length, device
+):
+    rng = np.random.default_rng(0)
+    w, x, c = (
+        rng.standard_normal(s).astype("float32") for s in ((16, 8), (12, 16), (12, 8))
+    )
+
+    def loss(w):
+        h = x @ w
+        unit = h / length(h)
+        # Nothing is left of the gradient of the second term, which is larger.
+        return jnp.sum(c * unit + 30 * length(unit))
+
+    found = jax.grad(jamp.autocast(loss, device_type=device))(w)
+    expected = jax.grad(loss)(w)
+    error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+    assert error < 3 * jnp.finfo(LOW[device]).eps
+
+
 @each_device
 @pytest.mark.parametrize("norm", [*NORMS, softmax_and_variance])
 def test_it_keeps_the_16_bit_input_alone_for_the_backward_pass(norm, device):

@@ -111,8 +111,7 @@ def _kind(action: Action) -> Kind | None:
     if low[0] and isinstance(action, Bind) and not promotes:
         return None
     scales = isinstance(action, Bind) and _scales_low(action, _is_number)
-    # Computed again with its readers, it would have GPUs move more bytes.
-    again = isinstance(action, Structural) and action.device_type == "cpu"
+    again = isinstance(action, Structural) and _is_made_again(action, names)
     widens = again and action.results[0].dtype == FLOAT32
     return Kind(
         low=low[0],
@@ -124,6 +123,18 @@ def _kind(action: Action) -> Kind | None:
         view=not low[0] and (scales or names == {"broadcast_in_dim"}),
         masks=isinstance(action, Bind) and _scales_low(action, _is_of_numbers),
     )
+
+
+def _is_made_again(call: Structural, names: set[str]) -> bool:
+    """Whether a call's float32 may be computed again with its readers.
+
+    On GPUs it moves more bytes, but for what is smaller than what it was reduced from.
+    """
+    if call.device_type == "cpu":
+        return True
+    shapes = [value.aval.shape for value in call.operands]
+    reduces = not names.isdisjoint(_primitives.REDUCTIONS | _primitives.SUMS)
+    return reduces and call.results[0].aval.shape not in shapes
 
 
 def _scales_low(action: Bind, known: Callable[[Value], bool]) -> bool:
