@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import jax
 from jax.sharding import get_abstract_mesh, use_abstract_mesh
+
+from jamp._dtypes import FLOAT32
 
 
 def convert(array: Any, dtype: Any) -> Any:
@@ -24,3 +27,28 @@ def convert_all(arrays: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
         array if dtype is None else convert(array, dtype)
         for array, dtype in zip(arrays, dtypes, strict=True)
     ]
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def widened_for(saves: bool, low: Any, wide: Any) -> Any:
+    """The cast of an array, whose gradient goes to `wide`, a cast made elsewhere."""
+    del saves
+    return jax.lax.convert_element_type(low, wide.dtype)
+
+
+@widened_for.defjvp
+def _widened_for_jvp(saves: bool, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    # Without `wide`, which would be saved; second derivatives go to the array.
+    low, _ = primals
+    found = rounded(low) if saves else jax.lax.convert_element_type(low, FLOAT32)
+    return found, tangents[1]
+
+
+def rounded(low: Any) -> Any:
+    """The float32 of the 16 bits themselves.
+
+    From a cast alone XLA may spare the rounding before it, in the forward pass; what is
+    saved there would not fit what the backward pass computes from the 16 bits.
+    """
+    wide = jax.lax.convert_element_type(low, FLOAT32)
+    return jax.lax.reduce_precision(wide, 8, jax.numpy.finfo(low.dtype).nmant)

@@ -1,10 +1,12 @@
 """The loop over a plan's actions, and those that are one binding or conversion."""
 
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -20,11 +22,20 @@ from jamp._compat import (
     only_staged,
     settings,
 )
-from jamp._emit.conversions import convert, convert_all
+from jamp._emit.conversions import convert, convert_all, widened_for
 from jamp._emit.loop_stacks import Iteration
 from jamp._equations import bind_primitive, number_of
 from jamp._lowerings.hook import lowering
-from jamp._plan.plan import Action, Bind, Broadcast, Cast, Plan
+from jamp._plan.plan import (
+    Action,
+    Bind,
+    Broadcast,
+    Cast,
+    Float32Call,
+    Plan,
+    Structural,
+)
+from jamp._plan.unrounded.shared_casts import widened_by
 from jamp._plan.values import Value
 from jamp._policy.rules import Rule
 from jamp._tracing.locations import location
@@ -82,15 +93,24 @@ class Emitter:
         self._functions = Made()
 
     def run(
-        self, plan: Plan, arrays: Sequence[Any], varying: Collection[int] = ()
+        self,
+        plan: Plan,
+        arrays: Sequence[Any],
+        varying: Collection[int] = (),
+        wide: Mapping[int, Any] = MappingProxyType({}),
     ) -> list[Any]:
         """The results of a plan.
 
         Args:
+          plan: the plan.
+          arrays: its inputs, and what they are cast to.
           varying: the places of inputs of which a loop has others in each iteration, if
             what it saves of these is to be float32.
+          wide: of some inputs in 16 bits, by place, the float32 to which the gradient
+            of what widens them goes.
         """
         given = plan.arguments
+        shared = {given[place].number: array for place, array in wide.items()}
         env = {v.number: array for v, array in zip(given, arrays, strict=True)}
         iteration = Iteration(given[place] for place in varying)
 
@@ -101,6 +121,8 @@ class Emitter:
             with _source_of(*source) if source else nullcontext():
                 for action in actions:
                     taken = [read(value) for value in action.operands]
+                    if shared:
+                        action, taken = _sharing(action, taken, shared)
                     made = self._emit(action, taken, iteration)
                     for value, array in zip(action.results, made, strict=True):
                         env[value.number] = array
@@ -140,19 +162,22 @@ class Emitter:
         *,
         into: Any = None,
         varying: Collection[int] = (),
+        wide: Mapping[int, Any] = MappingProxyType({}),
     ) -> Any:
         """The closed jaxpr of an inner plan, the same one wherever it is the same.
 
-        It is for inputs and extras like these arrays, some of which vary as in `run`,
-        and has results in the dtypes `into`, if they are others than planned.
+        It is for inputs and extras like these arrays, and after them float32, as in
+        `run`. It has results in the dtypes `into`, if they are others than planned.
         """
-        avals = tuple(map(jax.typeof, arrays))
+        avals, wides = (tuple(map(jax.typeof, a)) for a in (arrays, wide.values()))
         dtypes = tuple(plan.dtypes if into is None else into)
-        make = jax.make_jaxpr(
-            lambda *arrays: convert_all(self.run(plan, arrays, varying), dtypes)
-        )
-        key = plan, avals, dtypes, *varying
-        return self._programs.once(key, lambda: make(*avals))
+
+        def run(arrays: Sequence[Any], wides: Sequence[Any]) -> list[Any]:
+            casts = dict(zip(wide, wides, strict=True))
+            return convert_all(self.run(plan, arrays, varying, casts), dtypes)
+
+        key = plan, avals, wides, dtypes, tuple(wide), tuple(varying)
+        return self._programs.once(key, lambda: jax.make_jaxpr(run)(avals, wides))
 
 
 def emitter_of(emitter: Emitter) -> Callable[[], Emitter]:
@@ -186,8 +211,26 @@ def _is_hashable(key: Any) -> bool:
     return key is not None
 
 
+def _sharing(
+    action: Action, arrays: list[Any], wide: Mapping[int, Any]
+) -> tuple[Action, list[Any]]:
+    """An action whose gradients of what it widens go to some float32, by number."""
+    if not isinstance(action, Cast | Float32Call | Structural):
+        return action, arrays
+    places = [
+        place
+        for place in widened_by(action)
+        if action.operands[place].number in wide and place not in action.shared
+    ]
+    casts = [wide[action.operands[place].number] for place in places]
+    shared = [*action.shared, *places]
+    return replace(action, shared=shared), [*arrays, *casts]
+
+
 @emits(Cast)
 def _emit_cast(emitter: Emitter, action: Cast, arrays: Arrays) -> Arrays:
+    if action.shared:
+        return [widened_for(False, *arrays)]
     return [convert(arrays[0], action.dtype)]
 
 

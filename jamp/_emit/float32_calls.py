@@ -24,6 +24,7 @@ from jax.extend.source_info_util import current_name_stack, user_context
 from jamp import _primitives
 from jamp._compat import settings
 from jamp._dtypes import FLOAT32, dtype_of, shape_of
+from jamp._emit.conversions import rounded, widened_for
 from jamp._emit.emitter import Arrays, Emitter, emits
 from jamp._equations import bind, checkpointed, content, nested, read_by
 from jamp._lowerings.hook import with_own_primitive
@@ -184,7 +185,7 @@ def _recomputing(
 
     def widened(array: Any, wide: Any) -> Any:
         if wide is not None:
-            return _widened(saves, array, wide)
+            return widened_for(saves, array, wide)
         if saves:
             return _in_float32(array)
         array = _with_rounded_gradient(array) if round_gradient else array
@@ -201,21 +202,6 @@ def _recomputing(
     return checkpointed(widen_and_run, policy=policy, prevent_cse=barred)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _widened(saves: bool, low: Any, wide: Any) -> Any:
-    """The cast of an array, whose gradient goes to `wide`, a cast made elsewhere."""
-    del saves
-    return jax.lax.convert_element_type(low, wide.dtype)
-
-
-@_widened.defjvp
-def _widened_jvp(saves: bool, primals: Any, tangents: Any) -> tuple[Any, Any]:
-    # Without `wide`, which would be saved; second derivatives go to the array.
-    low, _ = primals
-    found = _rounded(low) if saves else jax.lax.convert_element_type(low, FLOAT32)
-    return found, tangents[1]
-
-
 @jax.custom_jvp
 def _in_float32(low: Any) -> Any:
     """The cast of an array; of which sums are saved that belong to its 16 bits."""
@@ -224,17 +210,7 @@ def _in_float32(low: Any) -> Any:
 
 @_in_float32.defjvp
 def _in_float32_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
-    return _rounded(*primals), jax.lax.convert_element_type(tangents[0], FLOAT32)
-
-
-def _rounded(low: Any) -> Any:
-    """The float32 of the 16 bits themselves.
-
-    From a cast alone XLA may spare the rounding before it, in the forward pass; what is
-    saved there would not fit what the backward pass computes from the 16 bits.
-    """
-    wide = jax.lax.convert_element_type(low, FLOAT32)
-    return jax.lax.reduce_precision(wide, 8, jax.numpy.finfo(low.dtype).nmant)
+    return rounded(*primals), jax.lax.convert_element_type(tangents[0], FLOAT32)
 
 
 @jax.custom_jvp

@@ -3,7 +3,7 @@
 The carry of a loop keeps the dtypes at which it has settled.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -23,28 +23,32 @@ from jamp._plan.plan import Structural
 
 @emits("jit")
 def emit_jit(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
-    params, slots = action.eqn.params, action.slots
+    params, (plan,) = action.eqn.params, action.plans
+    taken, wide = action.parted(arrays)
     # Every parameter that holds an entry per input needs one for the casts too.
+    casts = *action.slots, *action.shared
     shardings, layouts = (
-        (*params[name], *(params[name][slot] for slot in slots))
+        (*params[name], *(params[name][place] for place in casts))
         for name in ("in_shardings", "in_layouts")
     )
     return bind(
         action.eqn,
         arrays,
-        jaxpr=emitter.closed(action.plans[0], arrays, varying=emitter.varying),
+        jaxpr=emitter.closed(plan, taken, varying=emitter.varying, wide=wide),
         in_shardings=shardings,
         in_layouts=layouts,
-        donated_invars=(*params["donated_invars"], *(False for _ in slots)),
+        donated_invars=(*params["donated_invars"], *(False for _ in casts)),
     )
 
 
 @emits("cond")
 def emit_cond(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
+    (_, *taken), wide = action.parted(arrays)
+    wide = {place - 1: array for place, array in wide.items()}
     # Of what a branch takes JAX saves everything for each iteration.
-    varying = range(len(arrays) - 1) if emitter.varying else ()
+    varying = range(len(taken)) if emitter.varying else ()
     branches = tuple(
-        emitter.closed(plan, arrays[1:], into=action.dtypes, varying=varying)
+        emitter.closed(plan, taken, into=action.dtypes, varying=varying, wide=wide)
         for plan in action.plans
     )
     return bind(action.eqn, arrays, branches=branches)
@@ -62,12 +66,12 @@ def emit_checkpoint(emitter: Emitter, action: Structural, arrays: Arrays) -> Arr
         program = emitter.closed(plan, taken)
         if not program.consts:
             return bind(action.eqn, taken, jaxpr=program.jaxpr)
-    function = checkpointed(
-        lambda *arrays: emitter.run(plan, convert_all(arrays, dtypes)),
-        prevent_cse=params["prevent_cse"],
-        policy=params["policy"],
-    )
-    return list(function(*arrays))
+
+    def run(arrays: Arrays, wide: Mapping[int, Any]) -> list[Any]:
+        return emitter.run(plan, convert_all(arrays, dtypes), wide=wide)
+
+    options = {name: params[name] for name in ("prevent_cse", "policy")}
+    return list(checkpointed(run, **options)(*action.parted(arrays)))
 
 
 @emits("shard_map")
@@ -142,13 +146,14 @@ def _narrowed_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
 def emit_scan(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
     params, slots, (plan,) = action.eqn.params, action.slots, action.plans
     count, num_carry = scan_counts(params)
+    arrays, casts = action.parted(arrays)
     end = len(arrays) - len(slots)
     # What is perturbed of arrays in 16 bits is wide, for their gradients to add up.
     wide = [
         array
         if action.context.linear or not _dtypes.narrow(array.dtype)
-        else convert(array, _dtypes.FLOAT32)
-        for array in arrays[:count]
+        else casts.get(place, convert(array, _dtypes.FLOAT32))
+        for place, array in enumerate(arrays[:count])
     ]
     narrow = list(map(lax.stop_gradient, [*arrays[:count], *arrays[end:]]))
     in_float32 = stacks_in_float32(action)
@@ -161,7 +166,9 @@ def emit_scan(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
             for array, own in zip(sources, narrow, strict=True)
         ]
         taken = [*shared[:count], *carried, *slices, *shared[count:]]
-        results = emitter.run(plan, taken, varying)
+        pairs = enumerate(zip(taken[:count], wide, strict=True))
+        others = {p: w for p, (own, w) in pairs if own.dtype != w.dtype}
+        results = emitter.run(plan, taken, varying, others)
         carried = convert_all(results[:num_carry], action.dtypes[:num_carry])
         given = results[num_carry:]
         return carried, stackable(given) if in_float32 else given

@@ -4,7 +4,8 @@ Each takes operands of any floating dtypes and brings them to the dtype that it
 multiplies in, which is a parameter. It may take the float32 weights of which its
 operands are casts as further operands. It does not read them, but they are what it is
 differentiated at: so their gradients are products that give float32, with no rounding
-in between, and what the backward pass keeps are the 16 bits.
+in between, and what the backward pass keeps are the 16 bits. Convolutions off CPUs give
+16 bits, which are widened.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -52,6 +52,7 @@ class Cast(Action):
     """A conversion to the dtype of its result."""
 
     rounds: bool = False  # whether a rule rounds what was computed in float32
+    shared: Sequence[int] = ()  # as of a float32 call
 
     @property
     def dtype(self) -> DType:
@@ -109,6 +110,16 @@ class Structural(Run):
     kind: str  # the primitive that it is emitted as
     # Whether it is read as a function that runs in the float32 that it was traced in.
     in_float32: bool = False
+    shared: Sequence[int] = ()  # as of a float32 call
+
+    def parted(self, arrays: Sequence[Any]) -> tuple[Sequence[Any], dict[int, Any]]:
+        """What it takes, and casts to share the gradient of, by their operand's place.
+
+        Args:
+          arrays: these and those, one after the other.
+        """
+        stop = len(arrays) - len(self.shared)
+        return arrays[:stop], dict(zip(self.shared, arrays[stop:], strict=True))
 
     @property
     def is_call(self) -> bool:

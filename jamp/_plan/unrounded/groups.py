@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from jamp._dtypes import FLOAT32
 from jamp._plan.plan import Action, Cast, Caster, Float32Call
 from jamp._plan.values import Value
 
@@ -158,38 +156,21 @@ class Groups:
         return True
 
 
-def with_shared_casts(actions: Sequence[Action]) -> Iterator[Action]:
-    """Actions, where those that widen the same 16 bits share the gradient of one cast.
+def actions_of(
+    items: Collection[Action | Group], results: Sequence[Value], wide: Collection[int]
+) -> list[Action]:
+    """Actions and the calls that groups are, in order.
 
-    Their gradients are then added up in float32, and rounded once.
+    Left out are calls, and values by these numbers, that nobody reads.
     """
-    counts: Counter[int] = Counter()
-    casts: dict[int, Cast] = {}
-    for action in actions:
-        if isinstance(action, Float32Call):
-            counts.update({value.number for value in action.operands if value.low})
-        elif isinstance(action, Cast) and action.dtype == FLOAT32:
-            number = action.operands[0].number
-            counts[number] += 1
-            casts[number] = action
-    made: set[int] = set()
-    for action in actions:
-        if isinstance(action, Float32Call):
-            taken = action.operands
-            shared = [place for place, v in enumerate(taken) if counts[v.number] > 1]
-            for value in (taken[place] for place in shared):
-                if value.number not in casts:
-                    wide = Value.of(value.aval, FLOAT32)
-                    casts[value.number] = Cast((value,), (wide,), action.caster)
-                if value.number not in made:
-                    made.add(value.number)
-                    yield casts[value.number]
-            wides = [casts[taken[place].number].results[0] for place in shared]
-            action = replace(action, operands=[*taken, *wides], shared=shared)
-        elif isinstance(action, Cast):
-            number = action.operands[0].number
-            if casts.get(number) is action:
-                if number in made:
-                    continue
-                made.add(number)
-        yield action
+    read = {value.number for value in results}
+    kept: list[Action] = []
+    for item in reversed([*items]):
+        action = item.action(read) if isinstance(item, Group) else item
+        made = {value.number for value in action.results}
+        spared = isinstance(item, Group) or not made.isdisjoint(wide)
+        if spared and made.isdisjoint(read):
+            continue
+        read.update(value.number for value in action.operands)
+        kept.append(action)
+    return kept[::-1]

@@ -12,7 +12,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from jamp._dtypes import FLOAT32
 from jamp._plan.listed_calls import is_cheap
 from jamp._plan.plan import Action, Bind, Cast, Caster, Float32Call, Plan, Structural
-from jamp._plan.unrounded.groups import Bound, Group, Groups, with_shared_casts
+from jamp._plan.unrounded.groups import Bound, Group, Groups, actions_of
 from jamp._plan.unrounded.probabilities import Probabilities
 from jamp._plan.unrounded.readers import (
     Kind,
@@ -24,6 +24,7 @@ from jamp._plan.unrounded.readers import (
 )
 from jamp._plan.unrounded.rewritten_records import Rewritten
 from jamp._plan.unrounded.same_elements import Elements
+from jamp._plan.unrounded.shared_casts import with_shared_casts
 from jamp._plan.values import Value
 
 
@@ -111,7 +112,7 @@ class _Writer:
             if place in given:
                 outs[place] = self._float32(value)
             self._make(outs[place])
-        actions = self._written(outs)
+        actions = [*with_shared_casts(actions_of(self._items, outs, self._wide))]
         groups = [item for item in self._items if isinstance(item, Group)]
         records = self._records.finish(actions, outs, groups)
         plan = replace(
@@ -384,17 +385,3 @@ class _Writer:
         if operands != list(action.operands):
             action = replace(action, operands=operands)
         self._items[action] = None
-
-    def _written(self, results: Sequence[Value]) -> list[Action]:
-        """What was written, but for calls and moved values that nobody reads."""
-        read = {value.number for value in results}
-        kept: list[Action] = []
-        for item in reversed(self._items):
-            action = item.action(read) if isinstance(item, Group) else item
-            made = {value.number for value in action.results}
-            spared = isinstance(item, Group) or not made.isdisjoint(self._wide)
-            if spared and made.isdisjoint(read):
-                continue
-            read.update(value.number for value in action.operands)
-            kept.append(action)
-        return list(with_shared_casts(kept[::-1]))
