@@ -135,7 +135,7 @@ HANDING_ON = (
     | (MOVEMENT - {"convert_element_type"})
     | (COLLECTIVES - ADDING)
     | EXTREMES
-    | _names("approx_top_k device_put sort top_k")
+    | _names("approx_top_k device_put rem sort top_k")
 )
 # Each result is what they make of one operand, and adds up nothing.
 EACH_BY_ITSELF = INDEPENDENT - CARRYING - REPEATING

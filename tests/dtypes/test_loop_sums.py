@@ -112,6 +112,7 @@ RECURRENCES = {
     "sum": lambda c, x: jnp.sum(jnp.stack([c, *x]), 0),
     "relu": lambda c, x: jax.nn.relu(c + x[0] - 1),
     "clip": lambda c, x: jnp.clip(c + x[0], 0, 50),
+    "remainder": lambda c, x: jnp.mod(c + x[0], 7),
     "branch": lambda c, x: lax.cond(x[0, 0] > 1, lambda: c[::-1], lambda: c + x[0]),
     "cumlogsumexp": lambda c, x: lax.cumlogsumexp(c) + x[0],
     "sort": lambda c, x: lax.sort(c) + x[0],

@@ -59,3 +59,23 @@ def test_gradients_that_cancel_are_added_in_float32(way, device):
     expected = jax.grad(loss)(w / 8)
     error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
     assert error < jnp.finfo(LOW[device]).eps
+
+
+@each_device
+def test_what_jax_moves_in_front_of_a_differentiated_loop_is_not_rounded(device):
+    rng = np.random.default_rng(0)
+    w, x, noise = (
+        rng.standard_normal(s).astype("float32") for s in ((6, 4), (8, 6), (200, 8, 4))
+    )
+
+    def loss(w):
+        drift = x @ w
+        # 1 + 0.001 * drift is the same for all steps, and 1 in 16 bits.
+        step = lambda s, e: (s * (1 + 0.001 * drift + 0.01 * e), None)  # noqa: E731
+        return jnp.mean(lax.scan(step, jnp.ones((8, 4)), noise)[0] ** 2)
+
+    inside = jamp.autocast(jax.value_and_grad(loss), device_type=device)(w)
+    expected = jax.value_and_grad(loss)(w)
+    for found, wanted in zip(inside, expected, strict=True):
+        error = np.linalg.norm(np.float32(found) - wanted) / np.linalg.norm(wanted)
+        assert error < jnp.finfo(LOW[device]).eps

@@ -39,8 +39,10 @@ class Apart(NamedTuple):
     """What programs that run apart may be handed, and hand on, in float32."""
 
     skipped: int  # how many operands come before those of the programs
-    inputs: int  # how many inputs of a program are not among it
-    results: int  # how many results
+    inputs: int  # how many of a program's first inputs keep their dtype
+    results: int  # how many of its first results
+    # How many of the first inputs all iterations share: wide for readers in float32.
+    shared: int = 0
 
 
 def apart_from(action: Structural) -> Apart | None:
@@ -53,7 +55,7 @@ def apart_from(action: Structural) -> Apart | None:
     params = action.eqn.params
     if action.kind == "scan":
         consts, carry = scan_counts(params)
-        return Apart(0, consts + carry, carry)
+        return Apart(0, consts + carry, carry, shared=consts)
     # Without a policy a checkpoint keeps what it takes, which is nobody's rest.
     if action.kind == "remat2" and params["policy"] is None:
         return None
@@ -228,11 +230,11 @@ class Readers:
     def of_apart(
         self, action: Structural, apart: Apart
     ) -> tuple[Reading, frozenset[int]]:
-        """How results of programs that run apart are read; which operands they add up.
+        """How results of programs that run apart are read; which operands are wide.
 
         Between a loop, a branch or a shard and its gradient values are kept. Of these
         only what is added up is worth the bytes of float32, as softmax's terms are,
-        which cancel in its gradient.
+        which cancel in its gradient, and what is one array for all iterations.
         """
         places = frozenset(range(len(action.results)))
         read = self.reading(action.results)
@@ -243,27 +245,32 @@ class Readers:
         # A branch that runs as traced takes what it was traced for.
         if not all(plan.changed for plan in action.plans):
             return results, frozenset()
-        adds = (self._of(plan, results).inputs.adds for plan in action.plans)
-        inputs = frozenset().union(*adds)
-        return results, frozenset(
-            p + apart.skipped for p in inputs if p >= apart.inputs
-        )
+        inputs = [self._of(plan, results).inputs for plan in action.plans]
+        wide_inputs = {
+            place
+            for found in inputs
+            for place in range(len(action.plans[0].inputs))
+            if (place >= apart.inputs and place in found.adds)
+            or (place < apart.shared and place in found.wide - found.low)
+        }
+        return results, frozenset(place + apart.skipped for place in wide_inputs)
 
     def names(self, number: int) -> list[str]:
         """What reads a value in float32, as far as is known, in program order."""
         return [*reversed(self.wide.get(number, {}))]
 
-    def _added_apart(self, action: Structural) -> set[int]:
-        """Notes what programs that run apart add up of what they take."""
+    def _widen_apart(self, action: Structural) -> set[int]:
+        """Notes what programs that run apart take in float32, and returns it."""
         apart = apart_from(action)
         if apart is None:
             return set()
         _, places = self.of_apart(action, apart)
-        taken = [action.operands[place] for place in places]
-        added = {value.number for value in taken if value.low}
-        self._widen(added, _names(action))
-        self.adds |= added
-        return added
+        numbers = {p: action.operands[p].number for p in places}
+        wide = {n for p, n in numbers.items() if action.operands[p].low}
+        self._widen(wide, _names(action))
+        first = apart.skipped + apart.inputs
+        self.adds |= wide & {n for p, n in numbers.items() if p >= first}
+        return wide
 
     def _widen(self, numbers: Iterable[int], names: Iterable[str]) -> None:
         """Adds readers in float32."""
@@ -356,7 +363,7 @@ class Readers:
             # bits may be what a value that it reads was widened from.
             rounded = {value.number for value in action.operands if value.low}
             if isinstance(action, Structural):
-                rounded -= self._added_apart(action)
+                rounded -= self._widen_apart(action)
             self.low |= rounded
             extreme = action.eqn.primitive.name in _primitives.EXTREMES
             if extreme or isinstance(action, Structural):

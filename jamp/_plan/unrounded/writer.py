@@ -347,8 +347,8 @@ class _Writer:
             self._records.hold(action, plans)
             self._keep(replace(action, plans=plans))
             return
-        results, added = self._readers.of_apart(action, apart)
-        wide = {p for p in added if self._at_hand(action.operands[p])}
+        results, places = self._readers.of_apart(action, apart)
+        wide = {p for p in places if self._at_hand(action.operands[p])}
         inputs = frozenset(p - apart.skipped for p in wide)
         every = frozenset(range(len(action.plans[0].inputs)))
         variants = [
