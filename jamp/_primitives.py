@@ -51,7 +51,7 @@ REDUCTIONS = _names(
 )
 # They add up elements of one operand, or products of two.
 SUMS = MATMULS | _names("cumsum reduce_sum reduce_window_sum")
-# They say which numbers are the largest.
+# They order numbers, or say which come first.
 ORDERS = _names("approx_top_k argmax argmin sort top_k")
 # What is known of their operand is known of their result.
 MOVEMENT = _names(
@@ -124,7 +124,7 @@ REARRANGING = _names(
     "neg pad reshape rev scatter sharding_constraint slice split squeeze stack",
     "stop_gradient tile transpose unstack",
 )
-# Their results are among the elements of their operands, or zero or one.
+# Their results are among the elements of their operands but for the sign, or -1, 0, 1.
 EXACT = REARRANGING | _names(
     "abs clamp cummax cummin custom_jvp_call max min reduce_max reduce_min select_n",
     "sign",

@@ -27,7 +27,7 @@ from jamp._diagnose.measure import (
     has_shadow,
     tracked,
 )
-from jamp._lowerings.hook import lowering
+from jamp._lowerings.hook import bound_as
 from jamp._tracing.regions import Scope
 
 # XLA may otherwise leave out the roundings that are to be measured.
@@ -243,7 +243,7 @@ def _run_wide(eqn: JaxprEqn, operands: Sequence[Pair]) -> list[Any]:
     if not any(map(_dtypes.narrow, dtypes)):
         return _equations.bind(eqn, arrays)
     if name in _primitives.SCATTERS:
-        primitive, params = lowering(eqn, list(map(jax.typeof, arrays)))
+        primitive, params = bound_as(eqn, list(map(jax.typeof, arrays)))
         return _equations.bind_primitive(primitive, params, arrays)
     if name in _primitives.DTYPE_BOUND or _equations.holds_program(eqn):
         # It runs only in the dtypes that it stands in.

@@ -72,6 +72,7 @@ def emit_custom_jvp(emitter: Emitter, action: Structural, arrays: Arrays) -> Arr
 
 @emits("custom_vjp_call")
 def emit_custom_vjp(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
+    """Emits a `jax.custom_vjp` whose rules are traced, and planned, when JAX asks."""
     (inner,), eqn, context = action.plans, action.eqn, action.context
     outs = len(inner.results)
     takes_zeros = eqn.params.get("symbolic_zeros", False)

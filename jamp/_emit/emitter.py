@@ -25,7 +25,7 @@ from jamp._compat import (
 from jamp._emit.conversions import convert, convert_all, widened_for
 from jamp._emit.loop_stacks import Iteration
 from jamp._equations import bind_primitive, number_of
-from jamp._lowerings.hook import lowering
+from jamp._lowerings.hook import bound_as
 from jamp._plan.plan import (
     Action,
     Bind,
@@ -248,7 +248,7 @@ def _emit_bind(emitter: Emitter, action: Bind, arrays: Arrays) -> Arrays:
     if action.dtypes is not None:
         avals = _dtypes.all_in_dtypes(eqn.invars, action.dtypes)
         to = action.results[0].dtype
-        primitive, params = lowering(eqn, avals, action.weights, to)
+        primitive, params = bound_as(eqn, avals, action.weights, to)
     as_traced = action.caster.record.ruling.rule is Rule.AS_TRACED
     if as_traced or eqn.effects or only_staged(arrays):
         return bind_primitive(primitive, params, arrays)

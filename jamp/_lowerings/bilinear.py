@@ -19,9 +19,11 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 
 from jamp._dtypes import FLOAT32, in_dtype
 from jamp._equations import evaluated
-from jamp._lowerings.late_casts import lower_of_weights
-from jamp._lowerings.own_primitives import Operation, like, lower
+from jamp._lowerings.late_casts import lower_with_weights
+from jamp._lowerings.own_primitives import Operation, like, register
 
+_batchers = batching.fancy_primitive_batchers
+_saving = partial_eval.partial_eval_jaxpr_custom_rules
 # One that JAX is configured for is for float32.
 PRECISION = (lax.Precision.DEFAULT, lax.Precision.DEFAULT)
 
@@ -60,7 +62,7 @@ def product_params(
     }
 
 
-def _of_jax(params: Mapping[str, Any], **others: Any) -> dict[str, Any]:
+def _jax_params(params: Mapping[str, Any], **others: Any) -> dict[str, Any]:
     """Parameters as JAX's own product has them, some of them others."""
     own = ("dtype", "weights")
     return {**{n: value for n, value in params.items() if n not in own}, **others}
@@ -71,17 +73,17 @@ def in_float32(avals: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def define(
-    known: Primitive,
+    of_jax: Primitive,
     on_cpu: Operation,
     gradient: Operation,
     reads_as_is: Callable[..., bool] = lambda *_, **__: False,
 ) -> tuple[Primitive, Primitive]:
     """A product like one of JAX's, and the same for casts of weights.
 
-    They have its name, so that whoever reads a program by names reads a product.
+    They have its name: whoever reads a program by names reads a product.
 
     Args:
-      known: the product of JAX's.
+      of_jax: the product of JAX's.
       on_cpu: what it is on CPUs, of operands in the dtype to multiply in, how they were
         taken, and the parameters.
       gradient: the cotangent of the left (0) or right (1) operand, in its dtype, from
@@ -90,19 +92,19 @@ def define(
         alone, from its number, the operands and the parameters.
     """
 
-    def abstract_eval(lhs: Any, rhs: Any, *weights: Any, **params: Any) -> Any:
-        low = [in_dtype(aval, params["dtype"]) for aval in (lhs, rhs)]
-        same = _of_jax(params, preferred_element_type=None)
-        result, _ = known.abstract_eval(*low, **same)
+    def abstract_eval(*avals: Any, **params: Any) -> Any:
+        low = [in_dtype(aval, params["dtype"]) for aval in avals[:2]]
+        same = _jax_params(params, preferred_element_type=None)
+        result, _ = of_jax.abstract_eval(*low, **same)
         return in_dtype(result, params["preferred_element_type"])
 
     def run(lhs: Any, rhs: Any, *weights: Any, **params: Any) -> Any:
         low = [lax.convert_element_type(a, params["dtype"]) for a in (lhs, rhs)]
-        wanted = params["preferred_element_type"]
-        # cuDNN convolves 16-bit arrays into such alone.
-        made = wanted if known is lax.dot_general_p else params["dtype"]
-        same = _of_jax(params, precision=PRECISION, preferred_element_type=made)
-        result = known.bind(*low, **known.get_bind_params(same))
+        made = wanted = params["preferred_element_type"]
+        if of_jax is not lax.dot_general_p:
+            made = params["dtype"]  # cuDNN convolves 16-bit arrays into such alone.
+        same = _jax_params(params, precision=PRECISION, preferred_element_type=made)
+        result = of_jax.bind(*low, **of_jax.get_bind_params(same))
         return lax.convert_element_type(result, wanted)
 
     def run_on_cpu(whole: bool, *operands: Any, **params: Any) -> Any:
@@ -116,17 +118,16 @@ def define(
     def define_rules(primitive: Primitive, primal: Primitive) -> None:
         ad.primitive_jvps[primitive] = partial(_jvp, primal, product)
         ad.primitive_transposes[primitive] = partial(_transpose, gradient)
-        batching.fancy_primitive_batchers[primitive] = partial(_batch, primitive, known)
-        saving = partial_eval.partial_eval_jaxpr_custom_rules
-        saving[primitive] = partial(_save_like, known)
+        _batchers[primitive] = partial(_batch, primitive, of_jax)
+        _saving[primitive] = partial(_save_like, of_jax)
 
-    product = like(known, abstract_eval)
-    lower(product, run, *(partial(run_on_cpu, whole) for whole in (False, True)))
+    product = like(of_jax, abstract_eval)
+    register(product, run, *(partial(run_on_cpu, whole) for whole in (False, True)))
     define_rules(product, product)
-    of_weights, differentiated = (like(known, abstract_eval) for _ in range(2))
+    of_weights, differentiated = (like(of_jax, abstract_eval) for _ in range(2))
     for primitive in (of_weights, differentiated):
         again = primitive is differentiated
-        rule = partial(lower_of_weights, product, again, reads_as_is)
+        rule = partial(lower_with_weights, product, again, reads_as_is)
         mlir.register_lowering(primitive, rule, cacheable=False)
         define_rules(primitive, differentiated)
     return product, of_weights
@@ -172,7 +173,7 @@ def _transpose(
 
 def _batch(
     primitive: Primitive,
-    known: Primitive,
+    of_jax: Primitive,
     axis_data: Any,
     operands: Sequence[Any],
     axes: Sequence[Any],
@@ -193,19 +194,19 @@ def _batch(
     stacked: list[Any] = []
 
     def batched(*pair: Any) -> Any:
-        rule = batching.fancy_primitive_batchers[known]
-        same = _of_jax(params, preferred_element_type=None)
+        rule = _batchers[of_jax]
+        same = _jax_params(params, preferred_element_type=None)
         result, axis = rule(axis_data, pair, places[:2], **same)
         stacked.append(axis)
         return result
 
     program = jax.make_jaxpr(batched)(*in_float32(map(jax.typeof, arrays[:2])))
-    return run_as(primitive, known, program, arrays, params), stacked[0]
+    return run_as(primitive, of_jax, program, arrays, params), stacked[0]
 
 
 def run_as(
     primitive: Primitive,
-    known: Primitive,
+    of_jax: Primitive,
     program: Any,
     operands: Sequence[Any],
     params: dict[str, Any],
@@ -216,11 +217,11 @@ def run_as(
     """
     jaxpr, low = program.jaxpr, list(operands[:2])
     primitives = [eqn.primitive for eqn in jaxpr.eqns]
-    if known not in primitives:
+    if of_jax not in primitives:
         # It is empty.
         shape = program.out_avals[0].shape
         return jax.numpy.zeros(shape, params["preferred_element_type"])
-    at = primitives.index(known)
+    at = primitives.index(of_jax)
     eqn = jaxpr.eqns[at]
 
     def prepared(arrays: Sequence[Any]) -> dict[Any, Any]:
@@ -238,7 +239,7 @@ def run_as(
 
 
 def _save_like(
-    known: Primitive,
+    of_jax: Primitive,
     saveable: Any,
     unknown: Sequence[bool],
     present: Sequence[bool],
@@ -253,7 +254,7 @@ def _save_like(
     if any(unknown):
         return None, eqn, [True], [True], needed
     avals = [atom.aval for atom in eqn.invars[:2]]
-    answer = saveable(known, *avals, **_of_jax(eqn.params))
+    answer = saveable(of_jax, *avals, **_jax_params(eqn.params))
     # What a policy would move elsewhere is saved where it is.
     if answer is True or type(answer).__name__ in ("Offloadable", "SaveableType"):
         return eqn, None, [False], [False], []

@@ -15,7 +15,7 @@ from jax.extend.core import Primitive
 
 from jamp import _dtypes
 from jamp._dtypes import BFLOAT16, FLOAT32, eligible
-from jamp._lowerings.own_primitives import like, lower, with_rules_of_jax
+from jamp._lowerings.own_primitives import like, register, with_rules_of_jax
 
 _OF_JAX = (
     *(lax.eq_p, lax.ge_p, lax.gt_p, lax.le_p, lax.lt_p, lax.ne_p, lax.max_p, lax.min_p),
@@ -23,9 +23,9 @@ _OF_JAX = (
 )
 
 
-def _define(known: Primitive) -> Primitive:
-    primitive = like(known)
-    lower(primitive, known.bind, partial(_on_cpu, known))
+def _define(of_jax: Primitive) -> Primitive:
+    primitive = like(of_jax)
+    register(primitive, of_jax.bind, partial(_on_cpu, of_jax))
     return primitive
 
 
@@ -33,9 +33,9 @@ def _define(known: Primitive) -> Primitive:
 _MONOTONE = frozenset({lax.max_p, lax.min_p, lax.clamp_p})
 
 
-def _on_cpu(known: Primitive, /, *arrays: Any, **params: Any) -> Any:
-    widen = _dtypes.widened if known in _MONOTONE else widened
-    made = known.bind(*map(widen, arrays), **params)
+def _on_cpu(of_jax: Primitive, /, *arrays: Any, **params: Any) -> Any:
+    widen = _dtypes.widened if of_jax in _MONOTONE else widened
+    made = of_jax.bind(*map(widen, arrays), **params)
     dtype = jax.typeof(arrays[0]).dtype
     return jax.tree.map(lambda a: a.astype(dtype) if eligible(a.dtype) else a, made)
 
@@ -54,5 +54,5 @@ def widened(array: Any) -> Any:
     return lax.bitcast_convert_type(lax.shift_left(wide, np.uint32(16)), FLOAT32)
 
 
-OWN = {known: _define(known) for known in _OF_JAX}
+OWN = {of_jax: _define(of_jax) for of_jax in _OF_JAX}
 with_rules_of_jax(OWN)

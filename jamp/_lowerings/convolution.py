@@ -274,8 +274,8 @@ def _gradient(place: int, cotangent: Any, lhs: Any, rhs: Any, **params: Any) -> 
     avals = in_float32([jax.typeof(cotangent), jax.typeof(other), wanted])
     program = _gradient_program(place, avals, Shape.of(params), trace_context())
     params = {**params, "preferred_element_type": wanted.dtype}
-    known = lax.conv_general_dilated_p
-    return run_as(convolution_p, known, program, [cotangent, other], params)
+    of_jax = lax.conv_general_dilated_p
+    return run_as(convolution_p, of_jax, program, [cotangent, other], params)
 
 
 convolution_p, convolution_of_weights_p = define(

@@ -11,9 +11,9 @@ from jamp._compat import error_checks, nan_error_check
 from jamp._equations import closed
 
 
-def check_like(known: Primitive, primitive: Primitive) -> None:
+def check_like(of_jax: Primitive, primitive: Primitive) -> None:
     """Has a primitive checked for NaN if one of JAX's is, for which it stands."""
-    if known in error_checks:
+    if of_jax in error_checks:
         error_checks[primitive] = partial(nan_error_check, primitive)
 
 
@@ -24,7 +24,7 @@ def _check_of_checkpoint(*taken: Any, jaxpr: Any, **params: Any) -> Any:
     those that autocast has made.
     """
     try:
-        return _of_jax(*taken, jaxpr=jaxpr, **params)
+        return _jax_check(*taken, jaxpr=jaxpr, **params)
     except ValueError:
         program = closed(jaxpr)
         jitted = jax.jit(jaxpr_as_fun(program))
@@ -32,5 +32,6 @@ def _check_of_checkpoint(*taken: Any, jaxpr: Any, **params: Any) -> Any:
         return error_checks[call.primitive](*taken, **call.params)
 
 
-_of_jax = error_checks[remat_p]
+# What JAX checks in checkpoints; importing this module puts another in its place.
+_jax_check = error_checks[remat_p]
 error_checks[remat_p] = _check_of_checkpoint

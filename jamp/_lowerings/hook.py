@@ -59,7 +59,7 @@ def with_own_primitive(eqn: JaxprEqn) -> JaxprEqn:
     return eqn if own is None else eqn.replace(primitive=own)
 
 
-def lowering(
+def bound_as(
     eqn: JaxprEqn,
     avals: Sequence[Any],
     weights: tuple[int, ...] = (),

@@ -39,7 +39,7 @@ _MOST_USERS = 16
 _MUCH_LARGER = 16
 
 
-def lower_of_weights(
+def lower_with_weights(
     product: Primitive,
     differentiated: bool,
     reads_as_is: Callable[..., bool],

@@ -15,22 +15,22 @@ Operation = Callable[..., Any]
 Primitives = Mapping[Primitive, Primitive]
 
 
-def like(known: Primitive, abstract_eval: Operation | None = None) -> Primitive:
+def like(of_jax: Primitive, abstract_eval: Operation | None = None) -> Primitive:
     """A primitive with the name of one of JAX's, and its results unless told."""
 
     def as_known(*avals: Any, **params: Any) -> Any:
-        made, _ = known.abstract_eval(*avals, **params)
+        made, _ = of_jax.abstract_eval(*avals, **params)
         return made
 
-    primitive = Primitive(known.name)
-    primitive.multiple_results = known.multiple_results
+    primitive = Primitive(of_jax.name)
+    primitive.multiple_results = of_jax.multiple_results
     primitive.def_abstract_eval(abstract_eval or as_known)
     primitive.def_impl(partial(xla.apply_primitive, primitive))
-    check_like(known, primitive)
+    check_like(of_jax, primitive)
     return primitive
 
 
-def lower(
+def register(
     primitive: Primitive,
     run: Operation,
     run_on_cpu: Operation | None = None,
@@ -83,30 +83,30 @@ def with_rules_of_jax(own: Primitives) -> None:
 
     What these rules bind of JAX's primitives is then one of jamp's own as well.
     """
-    for known, primitive in own.items():
-        ad.primitive_jvps[primitive] = partial(_jvp, own, known)
-        if known in ad.primitive_transposes:
-            ad.primitive_transposes[primitive] = partial(_transpose, own, known)
-        batching.fancy_primitive_batchers[primitive] = partial(_batch, own, known)
+    for of_jax, primitive in own.items():
+        ad.primitive_jvps[primitive] = partial(_jvp, own, of_jax)
+        if of_jax in ad.primitive_transposes:
+            ad.primitive_transposes[primitive] = partial(_transpose, own, of_jax)
+        batching.fancy_primitive_batchers[primitive] = partial(_batch, own, of_jax)
 
 
 def _jvp(
-    own: Primitives, known: Primitive, primals: Any, tangents: Any, /, **params: Any
+    own: Primitives, of_jax: Primitive, primals: Any, tangents: Any, /, **params: Any
 ) -> Any:
     given = [t for t in tangents if not isinstance(t, ad.Zero)]
 
     def rule(*arrays: Any) -> Any:
         rest = iter(arrays[len(primals) :])
         taken = [t if isinstance(t, ad.Zero) else next(rest) for t in tangents]
-        return ad.primitive_jvps[known](arrays[: len(primals)], taken, **params)
+        return ad.primitive_jvps[of_jax](arrays[: len(primals)], taken, **params)
 
     return binding_own(own, rule, [*primals, *given])
 
 
 def _transpose(
-    own: Primitives, known: Primitive, cotangent: Any, /, *operands: Any, **params: Any
+    own: Primitives, of_jax: Primitive, cotangent: Any, /, *operands: Any, **params: Any
 ) -> Any:
-    rule = partial(ad.primitive_transposes[known], **params)
+    rule = partial(ad.primitive_transposes[of_jax], **params)
     if isinstance(cotangent, ad.Zero):
         return rule(cotangent, *operands)
     linear = list(map(ad.is_undefined_primal, operands))
@@ -122,7 +122,7 @@ def _transpose(
 
 def _batch(
     own: Primitives,
-    known: Primitive,
+    of_jax: Primitive,
     axis_data: Any,
     arrays: Sequence[Any],
     dims: Any,
@@ -130,7 +130,7 @@ def _batch(
     **params: Any,
 ) -> Any:
     def rule(*arrays: Any) -> Any:
-        batcher = batching.fancy_primitive_batchers[known]
+        batcher = batching.fancy_primitive_batchers[of_jax]
         return batcher(axis_data, arrays, dims, **params)
 
     return binding_own(own, rule, arrays)

@@ -20,7 +20,7 @@ from jax import lax
 from jax.extend.core import Primitive
 
 from jamp._lowerings.comparisons import widened
-from jamp._lowerings.own_primitives import like, lower, with_rules_of_jax
+from jamp._lowerings.own_primitives import like, register, with_rules_of_jax
 
 # Of so many places in a window, or between two, each is a slice in the program.
 _MOST_PLACES = 64
@@ -144,17 +144,17 @@ def _interleaved(part: Callable[..., Any], strides: Sequence[int]) -> Any:
     return jnp.stack(parts, axis + 1).reshape(shape)
 
 
-def _define(known: Primitive, gradient: Callable[..., Any] | None = None) -> Primitive:
+def _define(of_jax: Primitive, gradient: Callable[..., Any] | None = None) -> Primitive:
     """A primitive like one of JAX's; a gradient is computed otherwise on one CPU."""
 
     def on_one_cpu(*arrays: Any, **params: Any) -> Any:
-        made, _ = known.abstract_eval(*map(jax.typeof, arrays), **params)
+        made, _ = of_jax.abstract_eval(*map(jax.typeof, arrays), **params)
         if gradient and all(_is_small(a.shape, params) for a in (*arrays, made)):
             return gradient(*arrays, **params)
-        return known.bind(*arrays, **params)
+        return of_jax.bind(*arrays, **params)
 
-    primitive = like(known)
-    lower(primitive, known.bind, run_on_one_cpu=on_one_cpu)
+    primitive = like(of_jax)
+    register(primitive, of_jax.bind, run_on_one_cpu=on_one_cpu)
     return primitive
 
 

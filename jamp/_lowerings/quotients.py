@@ -17,12 +17,12 @@ from jamp._dtypes import FLOAT32
 from jamp._lowerings.own_primitives import (
     binding_own,
     like,
-    lower,
+    register,
     with_rules_of_jax,
 )
 
 _quotient = like(lax.div_p)
-lower(_quotient, lax.div_p.bind)
+register(_quotient, lax.div_p.bind)
 OWN = {lax.div_p: _quotient}
 with_rules_of_jax(OWN)
 

@@ -13,7 +13,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad
 
 from jamp._dtypes import widened
-from jamp._lowerings.own_primitives import like, lower, with_rules_of_jax
+from jamp._lowerings.own_primitives import like, register, with_rules_of_jax
 
 Function = Callable[..., Any]
 
@@ -23,18 +23,18 @@ def _sigmoid(x: Any, **params: Any) -> Any:
 
 
 def _define(
-    known: Primitive, run: Function, slope: Function, curvature: Function
+    of_jax: Primitive, run: Function, slope: Function, curvature: Function
 ) -> Primitive:
     """A function like one of JAX's.
 
     Args:
-      known: the function of JAX's.
+      of_jax: the function of JAX's.
       run: what it is, in JAX's operations.
       slope: its derivative, from its result.
       curvature: the derivative of that, from the result as well.
     """
-    primitive = like(known)
-    with_rules_of_jax({known: primitive})
+    primitive = like(of_jax)
+    with_rules_of_jax({of_jax: primitive})
     # Linear in what it multiplies with the slope. Its name is for those who count.
     product = like(lax.mul_p)
     with_rules_of_jax({lax.mul_p: product})
@@ -62,8 +62,8 @@ def _define(
             return [None, ad.Zero(along.aval)]
         return [None, product.bind(result, cotangent)]
 
-    lower(primitive, run)
-    lower(product, multiply)
+    register(primitive, run)
+    register(product, multiply)
     ad.primitive_jvps[primitive] = jvp
     ad.primitive_jvps[product] = product_jvp
     ad.primitive_transposes[product] = transpose
@@ -71,8 +71,8 @@ def _define(
 
 
 OWN = {
-    known: _define(known, *functions)
-    for known, *functions in (
+    of_jax: _define(of_jax, *functions)
+    for of_jax, *functions in (
         (lax.logistic_p, _sigmoid, lambda y: y * (1 - y), lambda y: 1 - 2 * y),
         # XLA computes it in float32 itself.
         (lax.tanh_p, lax.tanh_p.bind, lambda y: 1 - y * y, lambda y: -2 * y),

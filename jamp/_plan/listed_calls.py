@@ -117,6 +117,7 @@ def _rank(value: Value) -> tuple[int, int]:
 
 
 def plan_listed_call(call: ListedCall) -> None:
+    """Plans the equations of a call, and the casts around it, by its rule."""
     rule, env, eqns = call.ruling.rule, call.env, call.eqns
     # Inside, one rule settles every equation.
     forced = Rule.FLOAT32 if rule is Rule.INTERNAL_FLOAT32 else rule
@@ -134,7 +135,7 @@ def plan_listed_call(call: ListedCall) -> None:
         return
     enter = call.caster(Record(eqns[0], call.ruling, ()), eqns[0])
     if rule is Rule.LOWER:
-        call.plan_inside(env.overlay(_lowered(call.entered, enter)), inner)
+        call.plan_inside(env.overlay(_in_16_bits(call.entered, enter)), inner)
     elif forced is Rule.FLOAT32 and runs_in_float32(eqns):
         _plan_in_float32(call, enter)
     else:
@@ -186,7 +187,7 @@ def runs_in_float32(eqns: Sequence[JaxprEqn]) -> bool:
     )
 
 
-def _lowered(entering: dict[Any, Value], caster: Caster) -> dict[Any, Value]:
+def _in_16_bits(entering: dict[Any, Value], caster: Caster) -> dict[Any, Value]:
     """The activations that enter a lowered call, in 16 bits.
 
     Weights are left to their matmuls, and what is added to the product to its rule, so

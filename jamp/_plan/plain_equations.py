@@ -41,6 +41,7 @@ class Dtypes(NamedTuple):
 
 
 def choose(rule: Rule, eqn: JaxprEqn, operands: Values, low: DType) -> Dtypes:
+    """The dtypes in which an equation computes under a rule, and those it rounds to."""
     if rule is Rule.LOWER and any(_dtypes.is_complex(v.dtype) for v in operands):
         rule = Rule.AS_TRACED
     if rule is Rule.AS_TRACED or any(_dtypes.is_float64(v.dtype) for v in operands):
@@ -167,6 +168,7 @@ def _bound_to_dtypes(eqn: JaxprEqn) -> bool:
 
 
 def cast_and_bind(equation: Equation, dtypes: Dtypes) -> list[Value]:
+    """Plans an equation in some dtypes; returns what readers see of its results."""
     eqn, operands, _, caster, *_ = equation
     plan = caster.plan
     cast = [
@@ -251,6 +253,7 @@ def _operand(equation: Equation, value: Value, dtype: DType) -> Value:
 def result_dtypes(
     eqn: JaxprEqn, used: Sequence[Any], traced: Sequence[Any]
 ) -> list[Any]:
+    """The dtypes of an equation's results, for operands in others than traced."""
     outs = [_dtypes.dtype_of(var) for var in eqn.outvars]
     name = eqn.primitive.name
     if used == traced:

@@ -26,10 +26,11 @@ class Context(NamedTuple):
     # The ruling of the listed function they stand in, if it settles them.
     forced: Ruling | None = None
     inside: frozenset[Function] = frozenset()  # listed functions that are done with
-    linear: bool = False  # whether it is of a derivative, which JAX may transpose
-    tried: bool = False  # whether it is only asked whether it would change
-    derived: bool = False  # whether it came of differentiating something
-    transposed: bool = False  # whether that is the way back, of cotangents
+    # Whether they are a derivative rule's, which JAX may transpose: no cast leaves it.
+    linear: bool = False
+    tried: bool = False  # whether the plan is a trial: only whether it changes counts
+    derived: bool = False  # whether differentiating something has made them
+    transposed: bool = False  # whether transposing has: their values are cotangents
 
     @property
     def region(self) -> Options:
@@ -141,7 +142,8 @@ class Plan:
     """What is to run for one program."""
 
     inputs: Values
-    # Inputs and what their elements alone are put into, by number: so are weights.
+    # The numbers of inputs, and of what only arranges their elements anew: those in
+    # float32 are weights to the products that read them.
     given: set[int]
     # Further inputs: casts of inputs, by position and dtype.
     extras: dict[tuple[int, DType], Value] = field(default_factory=dict)

@@ -309,6 +309,7 @@ def user_ruling(scope: Scope) -> Ruling | None:
 
 
 def primitive_ruling(eqn: JaxprEqn, operands: Values, policy: Policy) -> Ruling:
+    """The rule of a policy for an equation that stands in no listed function."""
     name = eqn.primitive.name
     rules = policy.primitive_rules
     if name == "div" and operands[0].follows and not operands[1].follows:

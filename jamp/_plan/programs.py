@@ -169,6 +169,7 @@ def _with_sums(inner: Plan, num_carry: int, traits: Sequence[Traits]) -> Plan:
 
 @structural("while")
 def plan_while(equation: Equation) -> list[Value]:
+    """Plans a loop's body at the dtypes where its carry settles, then its test."""
     params, operands = equation.eqn.params, equation.operands
     num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
     cond_consts, rest = operands[:num_cond], operands[num_cond:]

@@ -72,6 +72,7 @@ def pass_for(fn: Callable[..., Any], stand_in: Any) -> None:
 
 
 def trace(fn: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> Traced:
+    """Traces a function as written, and remembers how to rebuild what it returns."""
     leaves, tree = jax.tree.flatten((args, kwargs))
     positions = _positions(leaves)
     leaves = [leaf.value if isinstance(leaf, Constant) else leaf for leaf in leaves]

@@ -51,7 +51,7 @@ def test_what_runs_has_the_dtypes_that_the_plan_gives_it(program, device):
 def test_a_result_in_another_dtype_than_planned_is_found(monkeypatch):
     monkeypatch.setattr(
         emitter,
-        "lowering",
+        "bound_as",
         lambda eqn, *others: (
             eqn.primitive,
             {**eqn.params, "preferred_element_type": np.dtype(np.float32)},

@@ -72,10 +72,10 @@ class Kind(NamedTuple):
     moves: bool = False  # whether it changes no number at all
     linear: bool = False  # whether its backward pass needs nothing of its operands
     scales: bool = False  # whether it scales or shifts 16 bits by a constant number
-    compares: bool = False  # whether its results are none of 16 bits that it takes
-    orders: bool = False  # whether they say which of these are the largest
+    compares: bool = False  # whether it takes 16 bits and gives none, as comparisons
+    orders: bool = False  # whether it orders them, or says which come first
     view: bool = False  # whether calls in float32 that read its result do it themselves
-    masks: bool = False  # whether it scales or shifts them by one constant or an array
+    masks: bool = False  # whether it does so by constants, a number or an array
 
 
 def is_float32_function(action: Action) -> bool:
@@ -320,6 +320,7 @@ class Readers:
         return kind.linear
 
     def _add_equation(self, action: Bind | Structural, lows: set[int]) -> None:
+        """Adds how an equation reads its operands, of which some have 16 bits."""
         found = self.kind(action)
         made = {value.number for value in action.results}
         same = found is not None and (found.exact or found.moves or found.masks)

@@ -149,6 +149,7 @@ class _Writer:
         return self._wide[value.number]
 
     def _write(self, action: Action) -> None:
+        """Writes an action, maybe as a part of a float32 call."""
         if isinstance(action, Bind | Structural):
             self._elements.trace(action, list(map(self._entering, taken(action))))
         if isinstance(action, Float32Call):
