@@ -218,9 +218,10 @@ def autocast(
     what it returns (`jax.grad(autocast(fn))`) rather than the reverse. Gradients have
     the dtypes of the parameters.
 
-    `fn` takes and returns any pytrees. It is traced once per signature; leaves that are
-    not arrays are passed to it as they are, and may be returned, as may constants such
-    as strings. Results keep the dtype they were computed in.
+    `fn` takes and returns any pytrees. It is traced once per signature, but at every
+    call outside of `jax.jit` if it closes over JAX arrays; leaves that are not arrays
+    are passed to it as they are, and may be returned, as may constants such as strings.
+    Results keep the dtype they were computed in.
 
     Also a decorator, with or without arguments, and inside a transformed function a
     context manager for a region:
