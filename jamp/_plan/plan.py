@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn, Literal, Var
@@ -304,15 +305,8 @@ class Equation(NamedTuple):
         self.plan.append(
             Structural(taken, results, caster, eqn, plans, context, name, in_float32)
         )
-        return list(map(self._seen, results))
-
-    def _seen(self, value: Value) -> Value:
-        """What readers see of a result, which may be a loop's sum in float32."""
-        low = value.traits.sums
-        if low is None or not value.is_kept:
-            return value
-        narrow = self.caster.cast(value, low, rounds=True)
-        return value.seen(narrow, value.traits.origins)
+        round_to = partial(self.caster.cast, rounds=True)
+        return [value.as_read(round_to) for value in results]
 
     def _results(self, dtypes: Iterable[Any], traits: Sequence[Traits]) -> list[Value]:
         known = traits or (Traits(data=True),) * len(self.eqn.outvars)

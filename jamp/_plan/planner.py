@@ -14,7 +14,7 @@ import jax
 from jax.extend.core import JaxprEqn
 
 from jamp._compat import is_plain_array, scope_names, transformations
-from jamp._dtypes import FLOAT32, eligible, exceeds_16_bits
+from jamp._dtypes import FLOAT32, DType, eligible, exceeds_16_bits
 from jamp._errors import BannedOpError, JampWarning
 from jamp._plan.listed_calls import ListedCall, plan_listed_call
 from jamp._plan.plain_equations import (
@@ -105,7 +105,7 @@ class _Planner:
 
     def plan(self, program: Any, inputs: Values, context: Context) -> Plan:
         plan = Plan(inputs, {value.number for value in inputs})
-        seen = [_seen(value, plan) for value in inputs]
+        seen = [value.as_read(partial(_rounded, plan)) for value in inputs]
         plan.results = self.inline(program, seen, context, plan, ())
         order = sorted(plan.extras, key=lambda extra: (extra[0], extra[1].name))
         plan.extras = {extra: plan.extras[extra] for extra in order}
@@ -289,13 +289,11 @@ def _derived(eqn: JaxprEqn, context: Context) -> Context:
     return context._replace(derived=derived, transposed=transposed)
 
 
-def _seen(value: Value, plan: Plan) -> Value:
-    if not value.is_kept:
-        return value
+def _rounded(plan: Plan, value: Value, low: DType) -> Value:
     plan.changed = True
-    narrow = Value.of(value.aval, value.traits.sums, value.traits)
+    narrow = Value.of(value.aval, low, value.traits)
     plan.append(Cast((value,), (narrow,), None, rounds=True))
-    return value.seen(narrow, value.traits.origins)
+    return narrow
 
 
 def user_ruling(scope: Scope) -> Ruling | None:

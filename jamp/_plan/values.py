@@ -224,6 +224,13 @@ class Value:
         narrow.casts[_dtypes.FLOAT32] = plain
         return narrow.knowing(sums=narrow.dtype, origins=origins)
 
+    def as_read(self, round_to: Callable[[Value, DType], Value]) -> Value:
+        """What readers have of it: of a loop's sum in float32 the 16 bits."""
+        low = self.traits.sums
+        if low is None or not self.is_kept:
+            return self
+        return self.seen(round_to(self, low), self.traits.origins)
+
     @property
     def ndim(self) -> int:
         return self.aval.ndim  # type: ignore[no-any-return]
