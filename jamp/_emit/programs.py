@@ -77,10 +77,16 @@ def emit_checkpoint(emitter: Emitter, action: Structural, arrays: Arrays) -> Arr
 @emits("shard_map")
 def emit_shard_map(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
     params, (plan,) = action.eqn.params, action.plans
+    specs = params["in_specs"]
+
+    def run(*shards: Any) -> tuple[Any, ...]:
+        taken, wide = action.parted(shards)
+        return tuple(emitter.run(plan, taken, wide=wide))
+
     function: Any = jax.shard_map(
-        lambda *shards: tuple(emitter.run(plan, shards)),
+        run,
         mesh=params["mesh"],
-        in_specs=tuple(params["in_specs"]),
+        in_specs=(*specs, *(specs[place] for place in action.shared)),
         out_specs=tuple(params["out_specs"]),
         axis_names=params["newly_manual_axes"],
         check_vma=params["check_vma"],

@@ -58,7 +58,8 @@ def apart_from(action: Structural) -> Apart | None:
         return Apart(0, consts + carry, carry, shared=consts)
     # Without a policy a checkpoint keeps what it takes, which is nobody's rest.
     if action.kind == "remat2" and params["policy"] is None:
-        return None
+        cotangents = Apart(0, len(action.operands), 0)
+        return cotangents if action.context.transposed else None
     whole = Apart(0, 0, 0)
     others = {"cond": Apart(1, 0, 0), "shard_map": whole, "remat2": whole}
     return others.get(action.kind)
@@ -240,7 +241,10 @@ class Readers:
         read = self.reading(action.results)
         # Where branches meet in float32, they need not round what they give.
         met = {p for p, v in enumerate(action.results) if v.dtype == FLOAT32}
-        wide = frozenset(p for p in met | (read.adds - read.low) if p >= apart.results)
+        # Nothing keeps cotangents.
+        cotangents = read.wide if action.context.transposed else set()
+        met |= cotangents | (read.adds - read.low)
+        wide = frozenset(p for p in met if p >= apart.results)
         results = Reading(places - wide, wide, read.inside & wide, wide)
         # A branch that runs as traced takes what it was traced for.
         if not all(plan.changed for plan in action.plans):

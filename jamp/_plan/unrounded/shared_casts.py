@@ -78,7 +78,7 @@ def _handed_in(action: Structural) -> tuple[int, int]:
         return 0, scan_counts(params)[0]
     if action.kind == "cond":
         return 1, count - 1
-    whole = action.kind == "jit" or (
+    whole = action.kind in ("jit", "shard_map") or (
         # The backward half of another is one program for JAX, and stays so.
         action.kind == "remat2" and not params["differentiated"]
     )
