@@ -34,6 +34,9 @@ WAYS = {
     "scan": lambda h: added(total, h),
     "fori_loop": lambda h: lax.fori_loop(0, 8, lambda i, sum_: sum_ + total(h), 0.0),
     "map": lambda h: lax.map(lambda scale: scale * total(h), jnp.ones(8)).sum(),
+    "scan over it": lambda h: (
+        8 * lax.scan(lambda sum_, row: (sum_ + total(row), None), 0.0, h)[0]
+    ),
     "two scans": lambda h: added(total, h, 4) + added(total, h, 4),
     "scan in a scan": lambda h: added(lambda h: added(total, h, 2), h, 4),
     "jit": lambda h: 8 * jax.jit(total)(h),

@@ -60,9 +60,8 @@ def widened_by(action: Action) -> Sequence[int]:
         return [0] if action.operands[0].low and action.dtype == FLOAT32 else []
     if not isinstance(action, Structural) or action.context.linear:
         return []
-    first, count = _handed_in(action)
-    inside = [_widened_in(plan) for plan in action.plans] if count else []
-    places = range(first, first + count)
+    places, first = _handed_in(action), action.kind == "cond"
+    inside = [_widened_in(plan) for plan in action.plans] if places else []
     return [
         place
         for place in places
@@ -71,18 +70,19 @@ def widened_by(action: Action) -> Sequence[int]:
     ]
 
 
-def _handed_in(action: Structural) -> tuple[int, int]:
-    """Which operands the programs of an action take as their first: place and count."""
+def _handed_in(action: Structural) -> Sequence[int]:
+    """The places of operands that the programs of an action take as they are."""
     params, count = action.eqn.params, len(action.eqn.invars)
     if action.kind == "scan":
-        return 0, scan_counts(params)[0]
+        consts, carry = scan_counts(params)
+        return [*range(consts), *range(consts + carry, count)]
     if action.kind == "cond":
-        return 1, count - 1
+        return range(1, count)
     whole = action.kind in ("jit", "shard_map") or (
         # The backward half of another is one program for JAX, and stays so.
         action.kind == "remat2" and not params["differentiated"]
     )
-    return 0, count if whole else 0
+    return range(count) if whole else ()
 
 
 def _widened_in(plan: Plan) -> set[int]:
