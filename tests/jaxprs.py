@@ -48,6 +48,7 @@ def matmul_dtypes(jaxpr):
 
     Some take what was widened from the dtype that they multiply in, and cast it
     themselves: the cotangent of a layer on CPUs, and where stacks of loops are float32.
+    A cotangent that functions in float32 gave may come in float32, beside 16 bits.
     """
     widened = {}
     for eqn in equations(jaxpr):
@@ -56,15 +57,17 @@ def matmul_dtypes(jaxpr):
         elif eqn.primitive.name in ("reshape", "squeeze", "transpose"):
             widened[eqn.outvars[0]] = widened.get(eqn.invars[0])
 
-    def multiplied(eqn, var):
+    def multiplied(eqn):
         own = eqn.params.get("dtype")
-        if own is None or isinstance(var, Literal):
-            return var.aval.dtype
-        same = CONVERTS_STACKS or widened.get(var) == own
-        return own if same else var.aval.dtype
+        pair = [var.aval.dtype for var in eqn.invars[:2]]
+        if own is None:
+            return pair
+        known = [None if isinstance(v, Literal) else widened.get(v) for v in eqn.invars]
+        same = [own in found for found in zip(pair, known, strict=False)]
+        return [own, own] if CONVERTS_STACKS or any(same) else pair
 
     return [
-        tuple(multiplied(eqn, var).name for var in eqn.invars[:2])
+        tuple(dtype.name for dtype in multiplied(eqn))
         for eqn in equations(jaxpr)
         if "dot_general" in eqn.primitive.name or "conv_general" in eqn.primitive.name
     ]
