@@ -222,6 +222,8 @@ def _sharing(
         for place in widened_by(action)
         if action.operands[place].number in wide and place not in action.shared
     ]
+    if not places:
+        return action, arrays
     casts = [wide[action.operands[place].number] for place in places]
     shared = [*action.shared, *places]
     return replace(action, shared=shared), [*arrays, *casts]

@@ -61,10 +61,9 @@ def _unrounded(value: Value, plan: Plan) -> Value | None:
     action = plan.makers.get(value.number)
     if not isinstance(action, Bind) or len(action.results) > 1:
         return None
-    at = plan.actions.index(action)
-    name = action.eqn.primitive.name
-    wide = Value.of(value.aval, FLOAT32, value.traits)
+    name, wide = action.eqn.primitive.name, Value.of(value.aval, FLOAT32, value.traits)
     if has_own_product(name, action.dtypes or (FLOAT32,) * 2):
+        at = plan.actions.index(action)
         rounds = Cast((wide,), (value,), action.caster)
         plan.actions[at : at + 1] = [replace(action, results=(wide,)), rounds]
     else:

@@ -19,17 +19,17 @@ def with_shared_casts(actions: Sequence[Action]) -> Iterator[Action]:
     """
     counts: Counter[int] = Counter()
     casts: dict[int, Cast] = {}
-    for action in actions:
+    widened = [widened_by(action) for action in actions]
+    for action, places in zip(actions, widened, strict=True):
         if isinstance(action, Cast) and action.dtype == FLOAT32:
             casts[action.operands[0].number] = action
             counts[action.operands[0].number] += 1
         else:
-            taken = action.operands
-            counts.update({taken[place].number for place in widened_by(action)})
+            counts.update({action.operands[place].number for place in places})
     made: set[int] = set()
-    for action in actions:
+    for action, places in zip(actions, widened, strict=True):
         taken = action.operands
-        shared = [p for p in widened_by(action) if counts[taken[p].number] > 1]
+        shared = [place for place in places if counts[taken[place].number] > 1]
         if shared and isinstance(action, Float32Call | Structural):
             for value in (taken[place] for place in shared):
                 if value.number not in casts:
