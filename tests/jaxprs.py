@@ -48,7 +48,7 @@ def matmul_dtypes(jaxpr):
 
     Some take what was widened from the dtype that they multiply in, and cast it
     themselves: the cotangent of a layer on CPUs, and where stacks of loops are float32.
-    A cotangent that functions in float32 gave may come in float32, beside 16 bits.
+    On the way back a cotangent that functions in float32 gave may come in float32.
     """
     widened = {}
     for eqn in equations(jaxpr):
@@ -64,7 +64,9 @@ def matmul_dtypes(jaxpr):
             return pair
         known = [None if isinstance(v, Literal) else widened.get(v) for v in eqn.invars]
         same = [own in found for found in zip(pair, known, strict=False)]
-        return [own, own] if CONVERTS_STACKS or any(same) else pair
+        back = "transpose" in str(eqn.source_info.name_stack)
+        enough = any(same) if back else all(same)
+        return [own, own] if CONVERTS_STACKS or enough else pair
 
     return [
         tuple(dtype.name for dtype in multiplied(eqn))

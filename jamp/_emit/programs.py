@@ -158,17 +158,16 @@ def emit_scan(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
     wide = [
         array
         if action.context.linear or not _dtypes.narrow(array.dtype)
-        else casts.pop(place)
-        if place in casts
-        else convert(array, _dtypes.FLOAT32)
+        else convert(casts.get(place, array), _dtypes.FLOAT32)
         for place, array in enumerate(arrays[:count])
     ]
+    sliced = {place: cast for place, cast in casts.items() if place >= count}
     narrow = list(map(lax.stop_gradient, [*arrays[:count], *arrays[end:]]))
     in_float32 = stacks_in_float32(action)
     varying = range(count, end) if in_float32 else ()
 
-    def step(carried: Sequence[Any], sliced: tuple[Any, Any]) -> tuple[Any, Any]:
-        slices, wides = sliced
+    def step(carried: Sequence[Any], given: tuple[Any, Any]) -> tuple[Any, Any]:
+        slices, wides = given
         sources = [*wide, *(wide[slot] for slot in slots)]
         shared = [
             array if array.dtype == own.dtype else _narrowed(array, own)
@@ -177,16 +176,16 @@ def emit_scan(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
         taken = [*shared[:count], *carried, *slices, *shared[count:]]
         pairs = enumerate(zip(taken[:count], wide, strict=True))
         others = {p: w for p, (own, w) in pairs if own.dtype != w.dtype}
-        others.update(zip(casts, wides, strict=True))
+        others.update(zip(sliced, wides, strict=True))
         results = emitter.run(plan, taken, varying, others)
         carried = convert_all(results[:num_carry], action.dtypes[:num_carry])
-        given = results[num_carry:]
-        return carried, stackable(given) if in_float32 else given
+        left = results[num_carry:]
+        return carried, stackable(left) if in_float32 else left
 
     final, stacked = lax.scan(
         step,
         arrays[count : count + num_carry],
-        (arrays[count + num_carry : end], [*casts.values()]),
+        (arrays[count + num_carry : end], [*sliced.values()]),
         # It may be symbolic, which only slices may have.
         length=None if end > count + num_carry else params["length"],
         reverse=params["reverse"],
