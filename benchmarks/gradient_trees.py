@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
+import numpy as np
 
 Tree = dict[str, jax.ShapeDtypeStruct]
 
@@ -111,6 +113,27 @@ MODELS = {"resnet50": resnet50, "gpt2": gpt2, "llama_1b": llama_1b}
 def bytes_of(tree: Tree) -> int:
     """How many bytes the leaves of a tree hold."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in tree.values())
+
+
+@cache
+def of_every_size(dtype: Any) -> np.ndarray:
+    """65537 numbers of every size that a dtype holds, denormal ones too."""
+    rng = np.random.default_rng(0)
+    limits = jnp.finfo(dtype)
+    ends = (float(limits.smallest_subnormal), float(limits.max))
+    numbers = 10.0 ** rng.uniform(*np.log10(ends), 65537)
+    numbers *= rng.choice((-1, 1), numbers.size)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        numbers = numbers + 1j * np.roll(numbers, 1)
+    return numbers.astype(dtype)
+
+
+def filled(tree: Tree) -> list[np.ndarray]:
+    """Arrays of these numbers over and over, each leaf's from another one on."""
+    return [
+        np.resize(np.roll(of_every_size(leaf.dtype), 1009 * k), leaf.shape)
+        for k, leaf in enumerate(tree.values())
+    ]
 
 
 def _float32(shapes: dict[str, Any]) -> Tree:

@@ -64,20 +64,25 @@ class Comparison:
         self, subject: str, size: str, mode: str, plan: Plan, deadline: float = math.inf
     ):
         self.subject, self.size, self.mode = subject, size, mode
+        self.deadline = deadline
         self.figures: dict[str, dict[str, Any]] = {}
         self.seconds: dict[str, list[float]] = {}
         self.programs: dict[str, Any] = {}
         self._times: dict[str, int] = {}
         self._plan = plan
-        self._deadline = deadline
         self._made = make_subject(subject, size)
         self._say: Callable[[str], None] = lambda _: None
 
-    def measure(self, say: Callable[[str], None]) -> None:
-        """Does all of it; `say` is told what is being done."""
+    def prepare(self, say: Callable[[str], None]) -> None:
+        """Does what a busy device does not mind; `say` is told what is being done."""
         self._say = say
-        self._build_flax()
+        self._trace_flax()
         self._build_torch()
+
+    def measure(self, say: Callable[[str], None]) -> None:
+        """Compiles and times, after `prepare`; XLA chooses kernels by timing them."""
+        self._say = say
+        self._compile_flax()
         if self._plan.rounds:
             self._warm_up()
             self._time()
@@ -87,8 +92,7 @@ class Comparison:
         self.programs.clear()
         jax.clear_caches()
         gc.collect()
-        if "rivals.torch_program" in sys.modules:
-            sys.modules["rivals.torch_program"].release()
+        release_torch()
 
     def _attempt(self, rival: str, action: Callable[[], None]) -> None:
         try:
@@ -101,13 +105,11 @@ class Comparison:
             self.seconds.pop(rival, None)
 
     def _check_time(self, rival: str, needed: float = 0.0) -> None:
-        if rival != BASELINE and time.monotonic() + needed > self._deadline:
+        if rival != BASELINE and time.monotonic() + needed > self.deadline:
             raise BudgetError("no time was left for it")
 
-    def _build_flax(self) -> None:
+    def _trace_flax(self) -> None:
         rivals = flax_rivals(jax.default_backend())
-        # Before all rivals: the first compilation of a process is slower than others.
-        self.init = jax.jit(self._made.init).lower().compile()
 
         def trace(rival: str) -> None:
             self._check_time(rival)
@@ -115,19 +117,27 @@ class Comparison:
             self.figures[rival] = program.figures
             self.programs[rival] = program
 
+        for rival in filter(self._plan.wants, rivals):
+            if rivals[rival].fused and self._made.fused is None:
+                continue
+            self._say(f"tracing {rival}")
+            self._attempt(rival, partial(trace, rival))
+
+    def _compile_flax(self) -> None:
+        # Before all rivals: the first compilation of a process is slower than others.
+        self._say("compiling")
+        self.init = jax.jit(self._made.init).lower().compile()
+
         def compile_in_time(rival: str) -> None:
             self._check_time(rival)
             self.programs[rival].compile()
             if self._plan.jobs > 1:
                 del self.figures[rival]["compile_seconds"]
 
-        for rival in filter(self._plan.wants, rivals):
-            self._say(f"tracing {rival}")
-            self._attempt(rival, partial(trace, rival))
-        self._say("compiling")
         with ThreadPoolExecutor(self._plan.jobs) as pool:
-            for rival in list(self.programs):
-                pool.submit(self._attempt, rival, partial(compile_in_time, rival))
+            for rival, program in list(self.programs.items()):
+                if isinstance(program, FlaxProgram):
+                    pool.submit(self._attempt, rival, partial(compile_in_time, rival))
 
     def _build_torch(self) -> None:
         rivals = torch_rivals(jax.default_backend())
@@ -141,6 +151,10 @@ class Comparison:
             )
             self.figures[rival] = program.figures
             self.programs[rival] = program
+            if self._plan.rounds and program.compiles:
+                self._check_time(rival, TORCH_COMPILE_SECONDS)
+                program.run(1)
+            release_torch()
 
         for rival in filter(self._plan.wants, rivals):
             self._say(f"building {rival}")
@@ -154,8 +168,6 @@ class Comparison:
             program = self.programs[rival]
             if isinstance(program, FlaxProgram):
                 program.start(variables, batch)
-            elif program.compiles:
-                self._check_time(rival, TORCH_COMPILE_SECONDS)
             program.run(1)
             start = time.perf_counter()
             program.run(1)
@@ -176,12 +188,18 @@ class Comparison:
 
         shuffle = random.Random(0)
         for done in range(self._plan.rounds):
-            if done >= LEAST_ROUNDS and time.monotonic() > self._deadline:
+            if done >= LEAST_ROUNDS and time.monotonic() > self.deadline:
                 break
             self._say(f"round {done + 1} of {self._plan.rounds}")
             # In another order each time, so that none always follows the same one.
             for rival in shuffle.sample(list(self.programs), len(self.programs)):
                 self._attempt(rival, partial(clock, rival))
+
+
+def release_torch() -> None:
+    """Lets torch give memory back, if it is there."""
+    if "rivals.torch_program" in sys.modules:
+        sys.modules["rivals.torch_program"].release()
 
 
 def medians_of_pairs(pairs: Iterable[tuple[float, float]]) -> dict[str, float]:

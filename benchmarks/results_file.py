@@ -32,9 +32,9 @@ def write_results(name: str, figures: dict[str, Any]) -> Path:
 
 
 def device_name() -> str:
-    """The backend, and the bfloat16 instructions of a processor that has some."""
+    """The accelerator, or "cpu" and the processor's bfloat16 instructions."""
     if jax.default_backend() != "cpu":
-        return jax.default_backend()
+        return re.sub(r"\W+", "-", jax.devices()[0].device_kind).lower()
     found = this_processor()
     held_back = ["held_back"] if found.is_held_back else []
     instructions = sorted(found.instructions, reverse=True)

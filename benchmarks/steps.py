@@ -6,15 +6,22 @@ turn, in one process, on the same batch.
 """
 
 import argparse
+import json
 import math
 import os
+import subprocess
+import sys
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import jax
+from alone import alone
 from measuring import Comparison, Plan, threads
 from program_figures import lines
-from results_file import write_results
+from results_file import results_path, write_results
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -89,31 +96,76 @@ def run(chosen: argparse.Namespace, console: Console) -> None:
         jobs=max(1, threads() // 2) if on_gpu() else 1,
     )
     end = time.monotonic() + chosen.budget
-    pairs = [(subject, mode) for subject in chosen.subject for mode in chosen.mode]
+    comparisons = [
+        Comparison(subject, chosen.size, mode, plan, end)
+        for subject in chosen.subject
+        for mode in chosen.mode
+    ]
     summaries: list[dict[str, Any]] = []
     with Progress(console=console) as progress:
-        bar = progress.add_task("", total=len(pairs))
-        for done, (subject, mode) in enumerate(pairs):
-            now = time.monotonic()
-            deadline = now + (end - now) / (len(pairs) - done)
-            comparison = Comparison(subject, chosen.size, mode, plan, deadline)
-            comparison.measure(
-                lambda doing, where=f"{subject}, {mode}": progress.update(
-                    bar, description=f"{where}: {doing}"
-                )
-            )
-            summaries.append(summarise(comparison, absolute=on_gpu()))
-            console.print(table(summaries[-1]), errors(summaries[-1]))
-            if chosen.residuals and mode == "training":
-                for name, program in comparison.programs.items():
-                    if name.startswith("autocast"):
-                        console.print(name, residual_table(program))
-            comparison.close()
-            path = write_results(
-                file_name(chosen), {"rounds": plan.rounds, "comparisons": summaries}
-            )
-            progress.advance(bar)
+        bar = progress.add_task("", total=len(comparisons))
+
+        def say(comparison: Comparison) -> Callable[[str], None]:
+            name = f"{comparison.subject}, {comparison.mode}"
+            return lambda doing: progress.update(bar, description=f"{name}: {doing}")
+
+        for comparison in comparisons:
+            comparison.prepare(say(comparison))
+        with alone(end) if on_gpu() else nullcontext():
+            while comparisons:
+                now = time.monotonic()
+                comparisons[0].deadline = now + (end - now) / len(comparisons)
+                comparisons[0].measure(say(comparisons[0]))
+                comparison = comparisons.pop(0)
+                summaries.append(summarise(comparison, absolute=on_gpu()))
+                show(comparison, summaries[-1], chosen.residuals, console)
+                comparison.close()
+                path = write(chosen, summaries)
+                progress.advance(bar)
     if plan.rounds:
+        draw(summaries, path.with_suffix(".png"))
+    console.print(f"written: {path}")
+
+
+def show(
+    comparison: Comparison, summary: dict[str, Any], residuals: bool, console: Console
+) -> None:
+    console.print(table(summary), errors(summary))
+    if residuals and comparison.mode == "training":
+        for name, program in comparison.programs.items():
+            if name.startswith("autocast"):
+                console.print(name, residual_table(program))
+
+
+def write(chosen: argparse.Namespace, summaries: list[dict[str, Any]]) -> Path:
+    rounds = 0 if chosen.figures_only else chosen.rounds
+    figures = {"rounds": rounds, "comparisons": summaries}
+    return write_results(file_name(chosen), figures)
+
+
+def run_in_processes(
+    chosen: argparse.Namespace, arguments: list[str], console: Console
+) -> None:
+    """As `run`, with a process for each subject, of which one at a time measures."""
+    alike = [*arguments, "--budget", str(chosen.budget)]
+    start = time.time()
+    started = {
+        subject: subprocess.Popen(
+            [sys.executable, __file__, *alike, "--subject", subject]
+        )
+        for subject in chosen.subject
+    }
+    summaries = []
+    for subject, process in started.items():
+        process.wait()
+        part = argparse.Namespace(**{**vars(chosen), "subject": (subject,)})
+        path = results_path(file_name(part))
+        if path.exists() and path.stat().st_mtime > start:
+            summaries += json.loads(path.read_text("utf-8"))["figures"]["comparisons"]
+            path.unlink()
+            path.with_suffix(".png").unlink(missing_ok=True)
+    path = write(chosen, summaries)
+    if not chosen.figures_only and summaries:
         draw(summaries, path.with_suffix(".png"))
     console.print(f"written: {path}")
 
@@ -121,7 +173,14 @@ def run(chosen: argparse.Namespace, console: Console) -> None:
 def main() -> None:
     # PyTorch needs some of the GPU's memory too.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    run(parse(None), Console())
+    # Processes of several subjects share the processor.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
+    arguments = sys.argv[1:]
+    chosen = parse(arguments)
+    if on_gpu() and len(chosen.subject) > 1:
+        run_in_processes(chosen, arguments, Console())
+    else:
+        run(chosen, Console())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Checks and times the unscaling kernels on the GPU that is there, in about 8 minutes.
+"""Checks and times the unscaling kernels on the GPU that is there.
 
 Writes the figures, and which implementation was the fastest for which size, to
 pallas_kernels/unscale/measured.json: `implementation='auto'` goes by this file. Without
@@ -6,90 +6,213 @@ a GPU, `--programs` compiles for an H200 and counts the kernels that a program b
 """
 
 import argparse
+import functools
+import json
+import math
 import os
 import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import gradient_trees
 import jax
-import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import unscale_check
+from alone import alone
 from results_file import RESULTS, environment, write_json, write_results
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from unscale_rivals import PROGRAMS, TorchFused, copied, loop
+from unscale_programs import SCALE, Budget, Programs
+from unscale_rivals import (
+    PROGRAMS,
+    State,
+    TorchFused,
+    copied,
+    loop,
+    timed,
+    torch_with_gpu,
+)
 
 MEASURED = Path(__file__).parents[1] / "pallas_kernels" / "unscale" / "measured.json"
 LEAVES = (1, 4, 16, 64, 256, 1024, 4096)  # MiB
 TREES = {"large_and_tiny": gradient_trees.large_and_tiny, **gradient_trees.MODELS}
-ROUNDS = 7
+# About so many bytes are read in one call of a rival.
+BYTES_READ = 4 << 30
+ROUNDS, FEWEST_ROUNDS = 7, 3
 # What has to be won over XLA to be worth a kernel.
 MARGIN = 1.02
 
+Cases = dict[str, gradient_trees.Tree]
 
-def main() -> None:
+
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--programs", action="store_true", help="compile, time nothing")
     parser.add_argument("--largest", type=int, default=4096, help="leaf, in MiB")
-    arguments = parser.parse_args()
+    parser.add_argument(
+        "--budget",
+        type=float,
+        metavar="SECONDS",
+        help="compile for half of it at most, and then time in fewer rounds",
+    )
+    arguments = parser.parse_args(argv)
     if arguments.programs:
         show_programs()
         return
-    # PyTorch needs some of the GPU's memory too.
+    budget = Budget(arguments.budget)
+    # PyTorch needs some of the GPU's memory too. JAX reads this when it looks for a
+    # device, not when it is imported.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.5")
+    device = gpu()
+    trees = {name: make() for name, make in TREES.items()}
+    leaves = {
+        f"{size} MiB": gradient_trees.one_leaf(size)
+        for size in LEAVES
+        if size <= arguments.largest
+    }
+    with Programs(budget) as programs:
+        add_programs(programs, trees, leaves)
+        rows = run(programs, budget, trees, leaves, device.device_kind)
+        show(rows)
+        card = device.device_kind.replace(" ", "-")
+        draw(rows, RESULTS / f"unscale-{card}.png")
+
+
+def gpu() -> jax.Device:
     device = jax.devices()[0]
     if device.platform != "gpu":
         raise SystemExit(f"this needs an NVIDIA GPU; the device is {device}")
-    checks = unscale_check.check_on_card()
-    leaves = {f"{size} MiB": gradient_trees.one_leaf(size) for size in LEAVES}
-    leaves = {
-        k: v
-        for k, v in leaves.items()
-        if gradient_trees.bytes_of(v) <= arguments.largest << 20
-    }
-    trees = {name: make() for name, make in TREES.items()}
-    rows = []
-    for name, tree in track({**leaves, **trees}.items(), "cases"):
-        rows.append({"case": name, **measure(tree)})
-        save({"checks": checks, "cases": rows}, trees, device.device_kind)
-    show(rows)
-    draw(rows, RESULTS / f"unscale-{device.device_kind.replace(' ', '-')}.png")
+    return device
 
 
-def measure(tree: gradient_trees.Tree) -> dict[str, Any]:
+def add_programs(programs: Programs, trees: Cases, leaves: Cases) -> None:
+    """Compiles everything, in the order of what a run without it would be worth."""
+
+    def check(implementation: str, cases: Sequence[str]) -> None:
+        for case in cases:
+            unscale_check.add_program(programs, implementation, case)
+
+    def time(rivals: Sequence[str], cases: Cases) -> None:
+        for case, tree in cases.items():
+            for rival in rivals:
+                program = loop(PROGRAMS[rival], repeats(tree))
+                shapes = (list(tree.values()), SCALE)
+                programs.add(("time", rival, case), program, *shapes, donate=0)
+
+    checked = list(unscale_check.CASES)
+    small = [case for case in checked if case in gradient_trees.SMALL]
+    # What takes the longest to compile comes first among its like.
+    check("xla", checked[::-1])
+    check("triton", checked[::-1])
+    time(("triton", "xla"), {**trees, **leaves})
+    time(("per_leaf", "all_finite (xla)", "all_finite (triton)"), {**trees, **leaves})
+    time(("mosaic_gpu",), leaves)
+    check("mosaic_gpu", small)
+    time(("mosaic_gpu",), trees)
+    check("mosaic_gpu", [case for case in checked if case not in small])
+
+
+def repeats(tree: gradient_trees.Tree) -> int:
+    """How often a call runs a program on a tree."""
+    # A launch for each leaf takes about as long as a MiB.
+    size = max(gradient_trees.bytes_of(tree), len(tree) << 20)
+    return max(3, min(1000, BYTES_READ // size))
+
+
+def run(
+    programs: Programs, budget: Budget, trees: Cases, leaves: Cases, card: str
+) -> list[dict[str, Any]]:
+    """Checks, times and saves all cases while, and after, programs are compiled."""
+    cases = {**trees, **leaves}
+    numbers = np.resize(
+        gradient_trees.of_every_size(np.dtype(np.float32)),
+        max(leaf.size for tree in cases.values() for leaf in tree.values()),
+    )
+    torch = torch_with_gpu()  # takes seconds to import
+    programs.wait()
+    print(f"{len(programs.seconds)} programs compiled after {budget.used():.0f} s")
+    rows: list[dict[str, Any]] = []
+    with alone(math.inf):
+        checks = unscale_check.check_on_card(programs, budget)
+        for name, tree in track(cases.items(), "cases"):
+            rows.append(
+                {"case": name, **measure(name, tree, programs, budget, numbers)}
+            )
+            save({"checks": checks, "cases": rows}, trees, card)
+            if torch:
+                torch.cuda.empty_cache()
+    print(
+        f"{programs.compiling()} programs still compiling after {budget.used():.0f} s"
+    )
+    return rows
+
+
+def measure(
+    name: str,
+    tree: gradient_trees.Tree,
+    programs: Programs,
+    budget: Budget,
+    numbers: np.ndarray,
+) -> dict[str, Any]:
     """Seconds of every rival for one tree, and its bandwidth beside that of a copy."""
-    size = gradient_trees.bytes_of(tree)
-    repeats = max(3, min(1000, (4 << 30) // max(size, 1 << 20)))
+    size, times = gradient_trees.bytes_of(tree), repeats(tree)
+    compiling = programs.compiling()
+    state = State(tree, numbers)
+    torch = functools.cache(lambda: TorchFused(tree, times))
+    rivals: dict[str, Callable[[], Callable[[], float]]] = {
+        rival: lambda rival=rival: timed(
+            programs.get(("time", rival, name)), state, times
+        )
+        for rival in PROGRAMS
+    }
+    rivals["torch"] = lambda: torch().eager()
+    rivals["torch (CUDA graph)"] = lambda: torch().graph()
+    rivals["copy"] = lambda: copied(size, times)
+    seconds, failures = take_turns(rivals, budget)
+    return {
+        "leaves": len(tree),
+        "bytes": size,
+        **shares(size, seconds),
+        "rounds": max(map(len, seconds.values()), default=0),
+        "still_compiling": compiling,
+        "failures": failures,
+    }
+
+
+def take_turns(
+    rivals: dict[str, Callable[[], Callable[[], float]]], budget: Budget
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """The seconds of all rounds by rival, and what failed instead."""
     calls: dict[str, Callable[[], float]] = {}
     failures = {}
-    rivals = {name: lambda name=name: timed(name, tree, repeats) for name in PROGRAMS}
-    rivals["torch"] = lambda: TorchFused(tree, repeats).seconds
-    rivals["torch (CUDA graph)"] = lambda: TorchFused(tree, repeats, graph=True).seconds
-    rivals["copy"] = lambda: copied(size, repeats)
     for name, make in rivals.items():
         try:
-            calls[name] = make()
-            calls[name]()
+            call = make()
+            call()
+            calls[name] = call
         except Exception as error:  # noqa: BLE001 - one rival's failure is a result
-            failures[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-            calls.pop(name, None)
+            message = next(iter(str(error).splitlines()), "")
+            failures[name] = f"{type(error).__name__}: {message}"
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(ROUNDS):
+    for number in range(ROUNDS):
+        if number >= FEWEST_ROUNDS and not budget.left():
+            break
         for name, call in calls.items():
             seconds[name].append(call())
+    return seconds, failures
+
+
+def shares(size: int, seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """Medians, bandwidths, and those beside a copy's."""
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     # Every rival reads and writes all bytes, the copy too, but what only checks.
     moved = {name: 1 if name.startswith("all_finite") else 2 for name in medians}
     copy = medians.get("copy")
     return {
-        "leaves": len(tree),
-        "bytes": size,
         "seconds": medians,
         "gigabytes_per_second": {
             name: moved[name] * size / time / 1e9 for name, time in medians.items()
@@ -99,47 +222,32 @@ def measure(tree: gradient_trees.Tree) -> dict[str, Any]:
         }
         if copy
         else {},
-        "failures": failures,
     }
 
 
-def timed(name: str, tree: gradient_trees.Tree, repeats: int) -> Callable[[], float]:
-    """A call that runs a program `repeats` times on the device; seconds of one."""
-    key = jax.random.key(0)
-    leaves = [jax.random.normal(key, leaf.shape, leaf.dtype) for leaf in tree.values()]
-    run = loop(PROGRAMS[name], repeats).lower(leaves, jnp.float32(1)).compile()
-    state = [leaves]
-
-    def call() -> float:
-        start = time.perf_counter()
-        state[0], found = run(state[0], jnp.float32(1))
-        if bool(found):  # waits for the device
-            raise AssertionError(f"{name} found an inf where there is none")
-        return (time.perf_counter() - start) / repeats
-
-    return call
-
-
-def save(
-    figures: dict[str, Any], trees: dict[str, gradient_trees.Tree], card: str
-) -> None:
-    """Writes measured.json: the figures of this card, and what is the fastest."""
+def save(figures: dict[str, Any], trees: Cases, card: str) -> None:
+    """Writes this card's figures, and what is the fastest, beside those of others."""
     fastest = []
     for row in figures["cases"]:
         if row["case"] not in trees or "xla" not in row["seconds"]:
             continue
-        seconds = {k: v for k, v in row["seconds"].items() if k in PROGRAMS}
-        seconds = {k: v for k, v in seconds.items() if not k.startswith("all_finite")}
+        # A kernel that differs from the reference anywhere is never chosen, nor one
+        # of which it is not known.
+        seconds = {
+            name: time
+            for name, time in row["seconds"].items()
+            if name == "xla" or unscale_check.passed(figures["checks"].get(name, {}))
+        }
         best = min(seconds, key=seconds.__getitem__)
-        # A kernel that differs from the reference anywhere is never chosen.
-        wrong = figures["checks"].get(best, {}).get("differences")
-        won = seconds["xla"] > MARGIN * seconds[best] and not wrong
-        fastest.append((row["bytes"], best if won and best != "per_leaf" else "xla"))
-    content = {
+        won = seconds["xla"] > MARGIN * seconds[best]
+        fastest.append((row["bytes"], best if won else "xla"))
+    before = json.loads(MEASURED.read_text(encoding="utf-8"))
+    here = {
         "environment": environment(),
-        "fastest": {card: sorted(fastest)},
+        "fastest": sorted(fastest),
         "figures": figures,
     }
+    content = {key: {**(before[key] or {}), card: here[key]} for key in here}
     write_json(MEASURED, content)
 
 
@@ -147,24 +255,27 @@ def show(rows: list[dict[str, Any]]) -> None:
     rivals = list(dict.fromkeys(name for row in rows for name in row["seconds"]))
     table = Table("case", "leaves", *rivals, title="share of the bandwidth of a copy")
     for row in rows:
-        shares = [row["of_copy_bandwidth"].get(name) for name in rivals]
-        cells = ["-" if share is None else f"{share:.2f}" for share in shares]
+        of_copy = [row["of_copy_bandwidth"].get(name) for name in rivals]
+        cells = ["-" if share is None else f"{share:.2f}" for share in of_copy]
         table.add_row(row["case"], str(row["leaves"]), *cells)
     Console().print(table)
     print(f"written: {MEASURED}")
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draws the share of the copy bandwidth for every case."""
-    rivals = [name for name in rows[0]["of_copy_bandwidth"] if name != "copy"]
-    rivals = [name for name in rivals if not name.startswith("all_finite")]
+    """Draws the share of the copy bandwidth for every case, of what was timed."""
+    rivals = list(dict.fromkeys(name for row in rows for name in row["seconds"]))
+    hidden = ("all_finite", "copy")
+    rivals = [name for name in rivals if not name.startswith(hidden)]
+    if not rivals:
+        return
     figure, axes = plt.subplots(figsize=(11, 4.5), layout="constrained")
     places = np.arange(len(rows))
     width = 0.8 / len(rivals)
     for k, name in enumerate(rivals):
-        shares = [row["of_copy_bandwidth"].get(name, 0) for row in rows]
+        of_copy = [row["of_copy_bandwidth"].get(name, 0) for row in rows]
         axes.bar(
-            places + (k - len(rivals) / 2 + 0.5) * width, shares, width, label=name
+            places + (k - len(rivals) / 2 + 0.5) * width, of_copy, width, label=name
         )
     axes.axhline(0.9, color="black", linewidth=0.8, linestyle=":")
     axes.set_xticks(places, [row["case"] for row in rows])

@@ -28,10 +28,12 @@ hypothesis.settings.load_profile("jamp")
 # Programs on several devices are tested on as many virtual ones.
 jax.config.update("jax_num_cpu_devices", 8)
 
+ON_CPU = not os.environ.get("JAX_PLATFORMS", "cpu").startswith("cuda")
+
 # Most of the time would go to making small programs fast. What LLVM leaves out here
 # comes after the HLO, so that the text of compiled programs is the usual one.
-jax.config.update("jax_disable_most_optimizations", True)
-os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"  # in processes that tests start
+jax.config.update("jax_disable_most_optimizations", ON_CPU)
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(ON_CPU)  # in processes tests start
 
 # A program of a few kernels is compiled sooner in one part than in many.
 FLAGS = ["--xla_cpu_parallel_codegen_split_count=1"]

@@ -26,7 +26,8 @@ class FlaxProgram:
         self.subject = subject
         self._rival = rival
         self._training = mode == "training"
-        self._model = subject.model(rival.dtype, self._training)
+        make = subject.fused if rival.fused else subject.model
+        self._model = make(rival.dtype, self._training)
         self._tx = OPTAX[subject.optimizer]
         if rival.scaled:
             self._tx = jamp.dynamic_loss_scaling(self._tx)
@@ -66,9 +67,11 @@ class FlaxProgram:
         self.figures["compile_seconds"] = time.perf_counter() - start
         memory = self._compiled.memory_analysis()
         self.figures["temporary_bytes"] = memory.temp_size_in_bytes
-        self.figures["casts_in_hlo"] = program_figures.casts_in_hlo(
-            self._compiled.as_text()
-        )
+        self.figures["casts_in_hlo"] = program_figures.casts_in_hlo(self.text())
+
+    def text(self) -> str:
+        """The optimized program."""
+        return self._compiled.as_text()
 
     def start(self, variables: tuple[Any, Any], batch: tuple[Any, Any]) -> None:
         """Takes the batch, and copies of the variables, which a step gives away."""

@@ -29,6 +29,7 @@ class FlaxRival:
       scaled: whether the loss is scaled.
       precision: of float32 matmuls and convolutions; None is JAX's default.
       scheduler: of XLA on CPUs; None is its default, which runs first what it can.
+      fused: whether attention is cuDNN's; only of subjects that have attention.
     """
 
     dtype: Any = None
@@ -37,6 +38,7 @@ class FlaxRival:
     scaled: bool = False
     precision: str | None = None
     scheduler: str | None = None
+    fused: bool = False
 
     @property
     def compiler_options(self) -> dict[str, str]:
@@ -75,9 +77,10 @@ def with_jaxamp(fn: Function) -> Function:
 def flax_rivals(platform: str) -> dict[str, FlaxRival]:
     """The rivals on a platform, "cpu" or "gpu", by name, those to compare with first.
 
-    On GPUs there is autocast in both 16-bit dtypes, in float16 with loss scaling, and
-    float32 in both settings of its matmuls; on CPUs autocast with XLA's scheduler that
-    needs the least memory, and autocast of the model that is written by hand.
+    On GPUs there is autocast in both 16-bit dtypes, in float16 with loss scaling, the
+    same with cuDNN's attention, and float32 in both settings of its matmuls; on CPUs
+    autocast with XLA's scheduler that needs the least memory, and autocast of the model
+    that is written by hand.
     """
     rivals = {"float32": FlaxRival()}
     if platform == "gpu":
@@ -86,6 +89,9 @@ def flax_rivals(platform: str) -> dict[str, FlaxRival]:
         )
     rivals["autocast bfloat16"] = FlaxRival(transform=jamp.autocast(dtype=jnp.bfloat16))
     if platform == "gpu":
+        rivals["autocast bfloat16, cuDNN attention"] = FlaxRival(
+            transform=jamp.autocast(dtype=jnp.bfloat16), fused=True
+        )
         rivals["float32 highest"] = FlaxRival(precision="highest")
     else:
         rivals["memory bfloat16"] = FlaxRival(

@@ -114,8 +114,7 @@ class TorchProgram:
 
 
 def release() -> None:
-    """Gives back memory and the compiled code, of which torch keeps only so much."""
-    torch.compiler.reset()
+    """Gives the card the memory back that torch keeps for later."""
     torch.cuda.empty_cache()
 
 

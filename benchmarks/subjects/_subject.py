@@ -21,6 +21,7 @@ class Subject:
       targets: what the loss compares the outputs with, if anything.
       loss: `loss(outputs, targets)`, of float32 outputs, is a scalar.
       optimizer: a name in `rivals.optimizers.OPTAX`.
+      fused: as `model`, with cuDNN's attention in 16 bits; None if it has no attention.
     """
 
     model: Callable[[Any, bool], nn.Module]
@@ -28,6 +29,7 @@ class Subject:
     targets: np.ndarray | None
     loss: Callable[[jax.Array, Any], jax.Array]
     optimizer: str
+    fused: Callable[[Any, bool], nn.Module] | None = None
 
     def init(self) -> tuple[Any, Any]:
         """Parameters, and the other variables, such as the statistics of BatchNorm."""

@@ -1,8 +1,11 @@
-"""The step benchmark: its counters on known programs, its subjects in small."""
+"""The step and the unscaling benchmark: on what is known by hand, and in small."""
 
+import functools
 import json
+import sys
 import time
 
+import gradient_trees
 import jax
 import jax.numpy as jnp
 import measuring
@@ -12,12 +15,15 @@ import pytest
 import results_file
 import step_summary
 import steps
+import unscale
+import unscale_check
 from jaxprs import equations
 from measuring import Comparison, Plan
 from rich.console import Console
 from rivals.flax_program import FlaxProgram
 from rivals.flax_rivals import FlaxRival, flax_rivals
 from subjects import SUBJECTS, make_subject
+from unscale_programs import Budget, Programs
 
 pytestmark = pytest.mark.numbers
 
@@ -131,6 +137,7 @@ def measured(subject, mode, *rivals, deadline=float("inf")):
     """The comparison and its summary, of the baseline and the named rivals."""
     plan = Plan(rivals=rivals, rounds=1)
     comparison = Comparison(subject, "tiny", mode, plan, deadline)
+    comparison.prepare(lambda doing: None)
     comparison.measure(lambda doing: None)
     return comparison, step_summary.summarise(comparison, absolute=False)
 
@@ -231,7 +238,9 @@ def test_a_rival_without_time_left_is_left_out():
 def test_on_gpus_float16_is_scaled_and_float32_has_two_settings():
     rivals = flax_rivals("gpu")
     assert [name for name in rivals if rivals[name].scaled] == ["autocast float16"]
-    on_gpus = {"autocast float16", "float32 highest"}
+    fused = "autocast bfloat16, cuDNN attention"
+    assert [name for name in rivals if rivals[name].fused] == [fused]
+    on_gpus = {"autocast float16", "float32 highest", fused}
     on_cpus = ["memory bfloat16", "both bfloat16"]
     assert rivals.keys() ^ flax_rivals("cpu").keys() == {*on_gpus, *on_cpus}
     subject = make_subject("mlp", "tiny")
@@ -293,3 +302,87 @@ def test_the_processor_is_read_from_the_system(monkeypatch, tmp_path):
     has = {"avx512_bf16": False, "amx_bf16": True, "held_back": False}
     known = {"name": "Fast One", **has}
     assert results_file.processor() == known
+
+
+TINY = functools.partial(gradient_trees.large_and_tiny, 3)
+NO_TIME = "TimeoutError: no time was left to compile it"
+
+
+def unscaling(monkeypatch, folder, *options):
+    """What `benchmarks/unscale.py` writes of small cases on a CPU, without torch."""
+    path = folder / "measured.json"
+    monkeypatch.setattr(unscale, "MEASURED", path)
+    monkeypatch.setattr(unscale, "RESULTS", folder)
+    monkeypatch.setattr(unscale, "gpu", lambda: jax.devices()[0])
+    monkeypatch.setattr(unscale, "LEAVES", (1,))
+    monkeypatch.setattr(unscale, "TREES", {"tiny": TINY})
+    monkeypatch.setattr(unscale, "BYTES_READ", 1 << 20)
+    monkeypatch.setattr(unscale_check, "CASES", {"large_and_tiny": TINY})
+    monkeypatch.setitem(sys.modules, "torch", None)
+    other = {"Other": [[1, "triton"]]}
+    path.write_text(
+        json.dumps({"environment": None, "fastest": other, "figures": None})
+    )
+    unscale.main(options)
+    written = json.loads(path.read_text())
+    assert written["fastest"]["Other"] == [[1, "triton"]]
+    return written
+
+
+def test_unscaling_is_timed_beside_what_other_cards_took(monkeypatch, tmp_path):
+    written = unscaling(monkeypatch, tmp_path)
+    size = gradient_trees.bytes_of(TINY())
+    assert written["fastest"]["cpu"] == [[size, "xla"]]
+    assert written["environment"]["cpu"]["device"] == "cpu"
+    figures = written["figures"]["cpu"]
+    assert all("NVIDIA GPU" in str(c["cannot_run"]) for c in figures["checks"].values())
+    assert [row["case"] for row in figures["cases"]] == ["tiny", "1 MiB"]
+    for row in figures["cases"]:
+        on_cpus = {"xla", "per_leaf", "all_finite (xla)", "copy"}
+        assert set(row["seconds"]) == set(row["of_copy_bandwidth"]) == on_cpus
+        assert "can't run here" in row["failures"]["triton"]
+        assert "torch" in row["failures"]["torch (CUDA graph)"]
+        assert row["rounds"] == unscale.ROUNDS
+    assert (tmp_path / "unscale-cpu.png").stat().st_size > 10_000
+
+
+def test_without_time_for_a_program_it_is_a_failure(monkeypatch, tmp_path):
+    written = unscaling(monkeypatch, tmp_path, "--budget", "0")
+    assert written["fastest"]["cpu"] == []
+    for row in written["figures"]["cpu"]["cases"]:
+        assert row["failures"]["xla"] == row["failures"]["triton"] == NO_TIME
+        assert set(row["seconds"]) == {"copy"}
+        assert row["rounds"] == unscale.FEWEST_ROUNDS
+
+
+def test_a_kernel_is_compared_in_every_bit(monkeypatch):
+    cases = {"mixed": gradient_trees.mixed, "large_and_tiny": TINY}
+    monkeypatch.setattr(unscale_check, "CASES", cases)
+    monkeypatch.setattr(unscale_check.backends, "why_not", lambda kernel: [])
+
+    def off_by_a_bit(leaves, inv_scale):
+        first, *others = [leaf * inv_scale.astype(leaf.dtype) for leaf in leaves]
+        first = jnp.nextafter(first, jnp.full_like(first, jnp.inf))
+        finite = jnp.array([jnp.isfinite(leaf).all() for leaf in leaves]).all()
+        return [first, *others], ~finite, finite
+
+    budget = Budget()
+    with Programs(budget) as programs:
+        for case in cases:
+            unscale_check.add_program(programs, "xla", case)
+            same = programs.futures["check", "xla", case]
+            programs.futures["check", "triton", case] = same
+        name = ("check", "mosaic_gpu", "large_and_tiny")
+        shapes = (list(TINY().values()), jax.ShapeDtypeStruct((), jnp.float32))
+        programs.add(name, off_by_a_bit, *shapes)
+        programs.wait()
+        checks = unscale_check.check_on_card(programs, budget)
+    assert checks["triton"] == {"compared": 2 * 4 + 27, "differences": []}
+    assert unscale_check.passed(checks["triton"])
+    wrong = checks["mosaic_gpu"]
+    assert len(wrong["differences"]) == wrong["compared"] == 4 + 27
+    assert wrong["cannot_check"] == {"mixed": NO_TIME.removeprefix("TimeoutError: ")}
+    partly = {"compared": 1, "differences": [], "cannot_check": {"gpt2": ""}}
+    unchecked = {"compared": 0, "differences": []}
+    for check in (wrong, partly, unchecked, {"cannot_run": ["no GPU"]}, {}):
+        assert not unscale_check.passed(check)
