@@ -63,9 +63,19 @@ class Transformer(nnx.Module):
         return self.head(self.norm(x))
 
 
-@functools.partial(nnx.jit, static_argnums=0)
-def create(depth: int) -> Transformer:
-    return Transformer(depth, nnx.Rngs(0))
+@functools.partial(nnx.jit, static_argnums=(0, 1))
+def create(depth: int, seed: int) -> Transformer:
+    return Transformer(depth, nnx.Rngs(seed))
+
+
+def make_optimizer(model: Transformer, dtype: str, num_steps: int) -> nnx.Optimizer:
+    # The scale begins too high, and soon tries to grow again: there is more to see.
+    scaler = jamp.GradScaler(
+        init_scale=2.0**24, growth_interval=50, enabled=dtype == "float16"
+    )
+    schedule = optax.warmup_cosine_decay_schedule(0, 3e-3, num_steps // 10, num_steps)
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
+    return nnx.Optimizer(model, jamp.dynamic_loss_scaling(inner, scaler), wrt=nnx.Param)
 
 
 def loss_fn(model: Transformer, letters: jax.Array) -> jax.Array:
@@ -75,9 +85,11 @@ def loss_fn(model: Transformer, letters: jax.Array) -> jax.Array:
     ).mean()
 
 
-def make_train_step(enabled: bool):
+def make_train_step(dtype: str):
     """A jitted step of training that returns what one wants to know of it."""
-    cast_loss_fn = jamp.autocast(loss_fn, device_type="gpu", enabled=enabled)
+    cast_loss_fn = jamp.autocast(
+        loss_fn, device_type="gpu", dtype=dtype, enabled=dtype != "float32"
+    )
 
     @nnx.jit
     def train_step(
@@ -101,19 +113,14 @@ def batches(num_steps: int, seed: int):
         yield LETTERS[starts[:, None] + np.arange(LENGTH + 1)]
 
 
-def train(name: str, depth: int, num_steps: int) -> tuple[Transformer, watching.Watch]:
-    enabled = name != "float32"
-    # The scale begins too high, and soon tries to grow again: there is more to see.
-    scaler = jamp.GradScaler(init_scale=2.0**24, growth_interval=50, enabled=enabled)
-    schedule = optax.warmup_cosine_decay_schedule(0, 3e-3, num_steps // 10, num_steps)
-    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
-    model = create(depth)
-    optimizer = nnx.Optimizer(
-        model, jamp.dynamic_loss_scaling(inner, scaler), wrt=nnx.Param
-    )
-    train_step = make_train_step(enabled)
-    with watching.Watch(name, num_steps) as watch:
-        for letters in batches(num_steps, seed=0):
+def train(
+    dtype: str, depth: int, num_steps: int, seed: int
+) -> tuple[Transformer, watching.Watch]:
+    model = create(depth, seed)
+    optimizer = make_optimizer(model, dtype, num_steps)
+    train_step = make_train_step(dtype)
+    with watching.Watch(dtype, num_steps) as watch:
+        for letters in batches(num_steps, seed):
             watch.log(train_step(model, optimizer, letters))
     return model, watch
 
@@ -137,13 +144,15 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, watching.Watch]:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--depth", type=int, default=2, help="number of blocks")
+    parser.add_argument("--dtype", default="float16", help="of the second run")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--letters", type=int, default=300, help="to write at the end")
     parser.add_argument("--figure", type=Path, default=FIGURE, metavar="PATH")
     args = parser.parse_args(arguments)
 
     runs = {}
-    for name in ("float32", "float16"):
-        model, runs[name] = train(name, args.depth, args.steps)
+    for name in ("float32", args.dtype):
+        model, runs[name] = train(name, args.depth, args.steps, args.seed)
     title = f"A transformer on Python's documentation: {args.steps} steps"
     watching.save_figure(runs, title, args.figure)
     for name, run in runs.items():

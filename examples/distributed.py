@@ -31,9 +31,14 @@ class Result(NamedTuple):
     bytes_per_device: int  # of parameters and optimizer state
 
 
-@jamp.autocast(device_type="gpu")
-def loss_fn(params: dict, x: jax.Array, y: jax.Array) -> jax.Array:
-    return teacher.squared_error(teacher.predict(params, x), y)
+def make_loss(dtype: str):
+    @functools.partial(
+        jamp.autocast, device_type="gpu", dtype=dtype, enabled=dtype != "float32"
+    )
+    def loss_fn(params: dict, x: jax.Array, y: jax.Array) -> jax.Array:
+        return teacher.squared_error(teacher.predict(params, x), y)
+
+    return loss_fn
 
 
 def rows(leaf: jax.Array) -> P:
@@ -46,7 +51,11 @@ def everywhere(leaf: jax.Array) -> P:
     return P()
 
 
-def jit_step(tx: optax.GradientTransformationExtraArgs, mesh: jax.sharding.Mesh):
+def jit_step(
+    loss_fn: Callable,
+    tx: optax.GradientTransformationExtraArgs,
+    mesh: jax.sharding.Mesh,
+):
     del mesh  # the arguments carry it
 
     @jax.jit
@@ -58,7 +67,11 @@ def jit_step(tx: optax.GradientTransformationExtraArgs, mesh: jax.sharding.Mesh)
     return step
 
 
-def shard_map_step(tx: optax.GradientTransformationExtraArgs, mesh: jax.sharding.Mesh):
+def shard_map_step(
+    loss_fn: Callable,
+    tx: optax.GradientTransformationExtraArgs,
+    mesh: jax.sharding.Mesh,
+):
     def local_loss(params: dict, x: jax.Array, y: jax.Array) -> jax.Array:
         gather = functools.partial(jax.lax.all_gather, axis_name=AXIS, tiled=True)
         return loss_fn(jax.tree.map(gather, params), x, y) / mesh.size
@@ -79,23 +92,30 @@ def shard_map_step(tx: optax.GradientTransformationExtraArgs, mesh: jax.sharding
 
 
 def train(
-    make_step: Callable, spec: Callable, axis_name: str | None, num_steps: int
+    make_step: Callable,
+    spec: Callable,
+    axis_name: str | None,
+    num_steps: int,
+    dtype: str = "float16",
+    seed: int = 0,
 ) -> Result:
     mesh = jax.make_mesh((len(jax.devices()),), (AXIS,), (jax.sharding.AxisType.Auto,))
-    scaler = jamp.GradScaler(init_scale=2.0**12)
+    scaler = jamp.GradScaler(init_scale=2.0**12, enabled=dtype == "float16")
     tx = jamp.dynamic_loss_scaling(optax.adam(3e-3), scaler, axis_name=axis_name)
-    step = make_step(tx, mesh)
+    loss_fn = make_loss(dtype)
+    step = make_step(loss_fn, tx, mesh)
 
     def put(tree: Any, spec: Callable) -> Any:
         return jax.device_put(
             tree, jax.tree.map(lambda leaf: NamedSharding(mesh, spec(leaf)), tree)
         )
 
-    params = put(teacher.init(seed=0, outputs=OUTPUTS), spec)
+    # The teacher is the network of seed 1.
+    params = put(teacher.init(2 * seed, outputs=OUTPUTS), spec)
     opt_state = put(tx.init(params), spec)
     for number in range(num_steps):
         x, y = teacher.batch(number, outputs=OUTPUTS)
-        if number == OVERFLOW_IN_STEP:
+        if number == OVERFLOW_IN_STEP and dtype == "float16":
             x = x.at[0].multiply(1e6)  # more than float16 holds
         params, opt_state = step(params, opt_state, *put((x, y), rows))
         # On CPUs devices that wait for each other share a few threads, which the steps

@@ -61,7 +61,10 @@ class Result(NamedTuple):
     ]  # of the mean image to the real one, before and after
 
 
-autocast = functools.partial(jamp.autocast, device_type="gpu")
+def autocast(dtype: str):
+    return functools.partial(
+        jamp.autocast, device_type="gpu", dtype=dtype, enabled=dtype != "float32"
+    )
 
 
 def draw(generator: TrainState, params: dict, noise: jax.Array) -> jax.Array:
@@ -73,15 +76,15 @@ def cross_entropy(logits: jax.Array, real: float) -> jax.Array:
     return optax.sigmoid_binary_cross_entropy(logits, labels).mean()
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames="dtype")
 def train_step(
-    players: Players, images: jax.Array, key: jax.Array
+    players: Players, images: jax.Array, key: jax.Array, dtype: str
 ) -> tuple[Players, dict[str, jax.Array]]:
     """One step of the discriminator, then one of the generator."""
     generator, discriminator = players
     noise = jax.random.normal(key, (2, len(images), NOISE))
 
-    @autocast
+    @autocast(dtype)
     def discriminator_loss(params: dict) -> jax.Array:
         judge = functools.partial(discriminator.apply_fn, {"params": params})
         drawn = draw(generator, generator.params, noise[0])
@@ -94,7 +97,7 @@ def train_step(
     losses = {"discriminator": loss}
     discriminator = discriminator.apply_gradients(grads=grads)
 
-    @autocast
+    @autocast(dtype)
     def generator_loss(params: dict) -> jax.Array:
         drawn = draw(generator, params, noise[1])
         logits = discriminator.apply_fn({"params": discriminator.params}, drawn)
@@ -107,36 +110,42 @@ def train_step(
     return Players(generator, discriminator), losses
 
 
-def create(model: nn.Module, example: jax.Array, seed: int) -> TrainState:
-    scaler = jamp.GradScaler(init_scale=2.0**22, growth_interval=200)
-    return TrainState.create(
-        apply_fn=model.apply,
-        params=jax.jit(model.init)(jax.random.key(seed), example)["params"],
-        tx=jamp.dynamic_loss_scaling(optax.adam(5e-4, b1=0.5), scaler),
+def create(dtype: str, seed: int) -> Players:
+    scaler = jamp.GradScaler(
+        init_scale=2.0**24, growth_interval=200, enabled=dtype == "float16"
+    )
+    tx = jamp.dynamic_loss_scaling(optax.adam(5e-4, b1=0.5), scaler)
+
+    def player(model: nn.Module, example: jax.Array, seed: int) -> TrainState:
+        params = jax.jit(model.init)(jax.random.key(seed), example)["params"]
+        return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+    return Players(
+        player(Generator(), jnp.zeros((1, NOISE)), 2 * seed + 1),
+        player(Discriminator(), jnp.zeros((1, 8, 8, 1)), 2 * seed + 2),
     )
 
 
-def sample(generator: TrainState, count: int) -> np.ndarray:
+def sample(generator: TrainState, dtype: str, count: int) -> np.ndarray:
     noise = jax.random.normal(jax.random.key(0), (count, NOISE))
-    return np.asarray(jax.jit(autocast(draw))(generator, generator.params, noise))
+    drawn = jax.jit(autocast(dtype)(draw))(generator, generator.params, noise)
+    return np.asarray(drawn, np.float32)
 
 
-def train(data: Batch, epochs: int) -> Result:
-    players = Players(
-        create(Generator(), jnp.zeros((1, NOISE)), seed=1),
-        create(Discriminator(), data.images[:1], seed=2),
-    )
+def distance(players: Players, dtype: str, data: Batch) -> float:
+    drawn = sample(players.generator, dtype, 256)
+    return float(np.abs(drawn.mean(axis=0) - data.images.mean(axis=0)).mean())
 
-    def distance() -> float:
-        drawn = sample(players.generator, 256).astype(np.float32)
-        return float(np.abs(drawn.mean(axis=0) - data.images.mean(axis=0)).mean())
 
-    before, losses = distance(), []
-    for step, batch in enumerate(batches(data, epochs, seed=0)):
-        players, both = train_step(players, batch.images, jax.random.key(step))
+def train(data: Batch, epochs: int, dtype: str, seed: int) -> Result:
+    players = create(dtype, seed)
+    before, losses = distance(players, dtype, data), []
+    for step, batch in enumerate(batches(data, epochs, seed)):
+        key = jax.random.key(step)
+        players, both = train_step(players, batch.images, key, dtype)
         losses.append(both)
     stacked = jax.tree.map(lambda *values: np.array(values), *losses)
-    return Result(players, stacked, (before, distance()))
+    return Result(players, stacked, (before, distance(players, dtype, data)))
 
 
 def save_figure(real: np.ndarray, drawn: np.ndarray, path: Path) -> None:
@@ -144,9 +153,7 @@ def save_figure(real: np.ndarray, drawn: np.ndarray, path: Path) -> None:
     figure = Figure(figsize=(8, 4.3), layout="constrained")
     sides = {"real": real, "drawn by the network": drawn}
     for axes, (title, images) in zip(figure.subplots(1, 2), sides.items(), strict=True):
-        padded = np.pad(
-            images[:64, :, :, 0].astype(np.float32), ((0, 0), (1, 1), (1, 1))
-        )
+        padded = np.pad(images[:64, :, :, 0], ((0, 0), (1, 1), (1, 1)))
         mosaic = padded.reshape(8, 8, 10, 10).transpose(0, 2, 1, 3).reshape(80, 80)
         axes.imshow(mosaic, cmap="gray", vmin=0, vmax=1)
         axes.set_title(title)
@@ -158,11 +165,13 @@ def save_figure(real: np.ndarray, drawn: np.ndarray, path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> Result:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=150)
+    parser.add_argument("--dtype", default="float16")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--figure", type=Path, default=FIGURE, metavar="PATH")
     args = parser.parse_args(arguments)
 
     data, _ = load_data()
-    result = train(data, args.epochs)
+    result = train(data, args.epochs, args.dtype, args.seed)
     for name, state in result.players._asdict().items():
         logged = jamp.metrics(state)
         print(
@@ -172,7 +181,8 @@ def main(arguments: Sequence[str] | None = None) -> Result:
         )
     before, after = result.distances
     print(f"mean drawn image, distance to the real one: {before:.3f} -> {after:.3f}")
-    save_figure(data.images, sample(result.players.generator, 64), args.figure)
+    drawn = sample(result.players.generator, args.dtype, 64)
+    save_figure(data.images, drawn, args.figure)
     print(f"Drawn digits: {args.figure}")
     return result
 

@@ -52,9 +52,11 @@ def loss_fn(params: dict, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.mean((MODEL.apply(params, x) - y) ** 2)
 
 
-def make_train_steps(tx: optax.GradientTransformationExtraArgs, enabled: bool):
+def make_train_steps(tx: optax.GradientTransformationExtraArgs, dtype: str):
     """A jitted function that trains for a hundred steps, and returns their metrics."""
-    cast_loss_fn = jamp.autocast(loss_fn, device_type="gpu", enabled=enabled)
+    cast_loss_fn = jamp.autocast(
+        loss_fn, device_type="gpu", dtype=dtype, enabled=dtype != "float32"
+    )
 
     def train_step(carry: tuple, key: jax.Array) -> tuple[tuple, dict]:
         params, opt_state = carry
@@ -68,18 +70,19 @@ def make_train_steps(tx: optax.GradientTransformationExtraArgs, enabled: bool):
     return jax.jit(functools.partial(jax.lax.scan, train_step))
 
 
-def train(num_steps: int, enabled: bool) -> dict[str, np.ndarray]:
+def train(num_steps: int, dtype: str, seed: int) -> dict[str, np.ndarray]:
     """Trains and returns the metrics of all steps."""
-    scaler = jamp.GradScaler(enabled=enabled, growth_interval=200)
+    scaler = jamp.GradScaler(enabled=dtype == "float16", growth_interval=200)
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(3e-3))
     tx = jamp.dynamic_loss_scaling(inner, scaler)
-    params = jax.jit(MODEL.init)(jax.random.key(0), make_batch(jax.random.key(1))[0])
-    carry, train_steps = (params, tx.init(params)), make_train_steps(tx, enabled)
+    init, *keys = jax.random.split(
+        jax.random.key(seed), 1 + num_steps // STEPS_PER_CALL
+    )
+    params = jax.jit(MODEL.init)(init, make_batch(init)[0])
+    carry, train_steps = (params, tx.init(params)), make_train_steps(tx, dtype)
     parts = []
-    for keys in jax.random.split(
-        jax.random.key(2), (num_steps // STEPS_PER_CALL, STEPS_PER_CALL)
-    ):
-        carry, scalars = train_steps(carry, keys)
+    for key in keys:
+        carry, scalars = train_steps(carry, jax.random.split(key, STEPS_PER_CALL))
         parts.append(scalars)
     return jax.tree.map(lambda *values: np.concatenate(values), *parts)
 
@@ -98,12 +101,14 @@ def write_events(folder: Path, metrics: dict[str, np.ndarray]) -> None:
 def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, np.ndarray]]:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=1000, help="a multiple of 100")
+    parser.add_argument("--dtype", default="float16", help="of the second run")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--logdir", type=Path, help="needs tensorboardX")
     args = parser.parse_args(arguments)
 
     runs = {}
-    for name, enabled in (("float32", False), ("float16", True)):
-        runs[name] = metrics = train(args.steps, enabled)
+    for name in ("float32", args.dtype):
+        runs[name] = metrics = train(args.steps, name, args.seed)
         losses = metrics["loss"]
         print(
             f"{name}: loss {losses[0]:.4f} -> {losses[-20:].mean():.4f} (0.167 is "

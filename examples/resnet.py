@@ -66,8 +66,14 @@ class ResNet(nn.Module):
 MODEL = ResNet()
 
 
-def make_train_step(enabled: bool):
-    @functools.partial(jamp.autocast, device_type="gpu", enabled=enabled)
+def autocast(dtype: str):
+    return functools.partial(
+        jamp.autocast, device_type="gpu", dtype=dtype, enabled=dtype != "float32"
+    )
+
+
+def make_train_step(dtype: str):
+    @autocast(dtype)
     def loss_fn(
         params: dict, batch_stats: dict, batch: Batch
     ) -> tuple[jax.Array, dict]:
@@ -90,9 +96,9 @@ def make_train_step(enabled: bool):
     return train_step
 
 
-def measure_accuracy(state: TrainState, data: Batch, enabled: bool) -> float:
+def measure_accuracy(state: TrainState, data: Batch, dtype: str) -> float:
     @jax.jit
-    @functools.partial(jamp.autocast, device_type="gpu", enabled=enabled)
+    @autocast(dtype)
     def predict(variables: dict, images: jax.Array) -> jax.Array:
         return MODEL.apply(variables, images, train=False).argmax(axis=-1)
 
@@ -100,25 +106,28 @@ def measure_accuracy(state: TrainState, data: Batch, enabled: bool) -> float:
     return float(np.mean(predict(variables, data.images) == data.labels))
 
 
-def train(epochs: int, enabled: bool) -> Result:
-    train_data, test_data = load_data()
-    first = next(batches(train_data, 1, seed=0))
+def create(dtype: str, images: np.ndarray, seed: int) -> TrainState:
     init = jax.jit(MODEL.init, static_argnames="train")
-    variables = init(jax.random.key(0), first.images, train=True)
-    scaler = jamp.GradScaler(enabled=enabled)
-    state = TrainState.create(
+    variables = init(jax.random.key(seed), images, train=True)
+    scaler = jamp.GradScaler(enabled=dtype == "float16")
+    return TrainState.create(
         apply_fn=MODEL.apply,
         params=variables["params"],
         batch_stats=variables["batch_stats"],
         tx=jamp.dynamic_loss_scaling(optax.adamw(1e-2), scaler),
     )
-    train_step, losses = make_train_step(enabled), []
-    for batch in batches(train_data, epochs, seed=0):
+
+
+def train(epochs: int, dtype: str, seed: int) -> Result:
+    train_data, test_data = load_data()
+    state = create(dtype, train_data.images[:1], seed)
+    train_step, losses = make_train_step(dtype), []
+    for batch in batches(train_data, epochs, seed):
         state, loss = train_step(state, batch)
         losses.append(loss)
     kept = jax.tree.leaves((state.params, state.batch_stats, state.opt_state))
     return Result(
-        accuracy=measure_accuracy(state, test_data, enabled),
+        accuracy=measure_accuracy(state, test_data, dtype),
         losses=np.array(losses),
         skipped=int(state.opt_state.skipped_steps),
         dtypes={leaf.dtype.name for leaf in kept if leaf.dtype.kind == "f"},
@@ -128,11 +137,13 @@ def train(epochs: int, enabled: bool) -> Result:
 def main(arguments: Sequence[str] | None = None) -> dict[str, Result]:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--dtype", default="float16", help="of the second run")
+    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
 
     results = {}
-    for name, enabled in (("float32", False), ("float16", True)):
-        results[name] = result = train(args.epochs, enabled)
+    for name in ("float32", args.dtype):
+        results[name] = result = train(args.epochs, name, args.seed)
         print(
             f"{name}: test accuracy {result.accuracy:.2%}, loss "
             f"{result.losses[0]:.3f} -> {result.losses[-1]:.3f}, "
