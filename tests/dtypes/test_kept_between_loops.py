@@ -145,6 +145,30 @@ def test_a_gradient_taken_inside_is_as_good_as_without_the_loop(name, loop):
         assert distance(ours, np.asarray(theirs)) < TOLERANCE
 
 
+def normalized_in_one_pass(w, x):
+    """BatchNorm of some rows, with the variance as a difference of means."""
+    h = x @ w
+    mean = h.mean(0)
+    variance = (h**2).mean(0) - mean**2
+    y = (h - mean) * lax.rsqrt(variance + 1e-5)
+    return jnp.mean(jax.nn.relu(y) ** 2)
+
+
+@pytest.mark.parametrize("loop", ["scan", "map", "shard_map", "cond"])
+@each_device
+def test_few_numbers_are_kept_as_they_are_where_they_cancel(loop, device):
+    rng = np.random.default_rng(0)
+    w, xs = rng.standard_normal((16, 8)) / 4, rng.standard_normal((BATCH, 48, 16)) + 3
+    fn = jax.grad(LOOPS[loop](normalized_in_one_pass))
+    with jax.enable_x64(True):
+        expected = np.asarray(jax.jit(fn)(w, xs))
+    cast = functools.partial(jamp.autocast, device_type=device)
+    arrays = [np.asarray(a, np.float32) for a in (w, xs)]
+    inside = distance(jax.jit(cast(fn))(*arrays), expected)
+    outside = jax.jit(jax.grad(cast(LOOPS[loop](normalized_in_one_pass))))(*arrays)
+    assert inside < 1.5 * distance(outside, expected)
+
+
 def carrying(function, loop):
     """A loss of what a loop carries, scaled as for float16."""
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import chain
@@ -19,6 +20,9 @@ from jamp._plan.listed_calls import runs_in_float32
 from jamp._plan.plan import Action, Bind, Cast, Float32Call, Plan, Structural
 from jamp._plan.values import Value, Values
 from jamp._policy.rules import Rule
+
+# What has at most one number for so many of another costs few bytes beside it.
+_FEW = 16
 
 
 class Reading(NamedTuple):
@@ -159,6 +163,18 @@ def _is_of_numbers(value: Value) -> bool:
     return value.follows
 
 
+def _small(values: Sequence[Value]) -> set[int]:
+    """The places of those that have few numbers beside the largest of them."""
+    shapes = [getattr(value.aval, "shape", ()) for value in values]
+    # A dimension whose size is not known yet may be of any.
+    sizes = [
+        math.prod(shape) if all(isinstance(n, int) for n in shape) else math.inf
+        for shape in shapes
+    ]
+    most = max(sizes, default=0)
+    return {p for p, n in enumerate(sizes) if n < math.inf and _FEW * n <= most}
+
+
 def _live(plan: Plan) -> Plan:
     """A plan without the actions that nobody reads, which XLA drops too."""
     read = {value.number for value in plan.results}
@@ -235,7 +251,8 @@ class Readers:
 
         Between a loop, a branch or a shard and its gradient values are kept. Of these
         only what is added up is worth the bytes of float32, as softmax's terms are,
-        which cancel in its gradient, and what is one array for all iterations.
+        which cancel in its gradient, what is one array for all iterations, and what
+        has few bytes, as the mean and variance of a norm by hand.
         """
         places = frozenset(range(len(action.results)))
         read = self.reading(action.results)
@@ -250,12 +267,16 @@ class Readers:
         if not all(plan.changed for plan in action.plans):
             return results, frozenset()
         inputs = [self._of(plan, results).inputs for plan in action.plans]
+        kept = range(apart.inputs, len(action.plans[0].inputs))
+        cheap = {
+            *range(apart.shared),
+            *_small(action.plans[0].inputs).intersection(kept),
+        }
         wide_inputs = {
             place
             for found in inputs
-            for place in range(len(action.plans[0].inputs))
-            if (place >= apart.inputs and place in found.adds)
-            or (place < apart.shared and place in found.wide - found.low)
+            for place in found.adds.intersection(kept)
+            | (found.wide - found.low).intersection(cheap)
         }
         return results, frozenset(place + apart.skipped for place in wide_inputs)
 
