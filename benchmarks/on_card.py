@@ -51,7 +51,7 @@ def benchmark(name: str, *options: str, **how: Any) -> Part:
 
 WORKERS = str(max(2, (os.cpu_count() or 1) - 2))
 BUDGET = ("--budget", "{seconds}")
-TESTED = ("dtypes", "loss_scaling", "models", "transform")
+TESTED = ("dtypes", "loss_scaling", "modules", "transform")
 PYTEST = ("-m", "pytest", "-v", "-n", WORKERS, "-p", "no:cacheprovider", "--tb=short")
 
 # Those of one stage run side by side; what is timed waits for its turn by itself.

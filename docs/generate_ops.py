@@ -88,7 +88,8 @@ jamp returns torch's dtype in {functions} of the cases measured for ops that JAX
 function for, and in {all} of all cases, those composed by hand included.
 
 Each row is held by `tests/dtypes/test_torch_parity.py`, dtypes and values:
-`pytest tests/dtypes/test_torch_parity.py -k layer_norm` runs those of one op.
+`pytest tests/dtypes/test_torch_parity.py -k layers` runs those of one file of
+`tests/op_cases`, and names each op that differs.
 
 {sections}
 """

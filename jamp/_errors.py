@@ -38,7 +38,7 @@ class TargetError(JampError, ValueError):
 
 
 class JampWarning(UserWarning):
-    """Something that jamp could not do and that is worth a look."""
+    """A likely mistake, or a device on which autocast saves no time."""
 
 
 def did_you_mean(name: Any, known: Iterable[str]) -> str:

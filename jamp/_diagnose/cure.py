@@ -202,7 +202,7 @@ def _primitives(output: Measured, others: list[Measured]) -> Iterator[Change]:
         reason = f"computes every {name} in float32"
         if matmuls == {name}:
             reason += (
-                "; that leaves no matmul in 16 bits, so that a change of "
+                "; no matmul is then left in 16 bits: to change "
                 f"{output.location or 'the program'} may be better"
             )
         yield Change("primitive", name, reason)

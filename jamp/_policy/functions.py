@@ -34,7 +34,8 @@ def code_of(obj: Any) -> CodeType | None:
         if inlined(obj):
             raise PolicyError(
                 f"JAX inlines {getattr(obj, '__name__', obj)} where it is called, so "
-                "that its calls cannot be recognised; give a rule to its primitives"
+                "that its calls cannot be recognised; give a rule to its primitives, "
+                "which jax.make_jaxpr shows"
             )
         if isinstance(obj, functools.partial):
             obj = obj.func

@@ -167,7 +167,15 @@ class Policy:
         Returns:
           The rule of the scope, else of the function, else of the primitive, or None
           if the policy knows none of them.
+
+        Raises:
+          PolicyError: a name that is no primitive, or a function without its keyword.
         """
+        name = None if primitive is None else self._entry(primitive)
+        if isinstance(name, Function):
+            raise PolicyError(
+                f"{name.name} is a function, not a primitive: ask rule(function=...)"
+            )
         names = tuple(scope.split("/")) if isinstance(scope, str) else scope
         found = self._matching(names)
         if found:
@@ -178,7 +186,6 @@ class Policy:
             listed = self.function_codes.get(code) if code else None
             if listed is not None:
                 return self.function_rules[listed]
-        name = primitive.name if isinstance(primitive, Primitive) else primitive
         return self.primitive_rules.get(name) if name else None
 
     def scope_rule(self, names: tuple[str, ...]) -> tuple[str, Rule] | None:
@@ -221,7 +228,7 @@ class Policy:
             if function.resolve() is None and find_spec(package) is None:
                 raise PolicyError(
                     f"{entry!r} is of a package {package!r}, which is not installed: "
-                    "give the whole name, as 'jax.numpy.exp', or the function itself"
+                    "give the whole name, as 'jax.numpy.interp', or the function itself"
                 )
             return function
         try:

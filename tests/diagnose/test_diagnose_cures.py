@@ -178,7 +178,7 @@ def test_a_rule_for_every_matmul_says_that_none_is_left():
     diagnosis = diagnose(lambda x: jnp.mean(x @ (1000 * EYE)))(X)
     (suggestion,) = diagnosis.suggestions
     assert '"dot_general"' in suggestion.code
-    assert "leaves no matmul in 16 bits" in suggestion.reason
+    assert "no matmul is then left in 16 bits" in suggestion.reason
 
 
 def test_a_cast_of_what_the_line_takes_goes_before_a_rule_that_reaches_further():

@@ -220,7 +220,7 @@ def models():
         task = make_task(name)
         yield task.loss_fn, task.params, task.state, task.batches[0]
     letters = jnp.zeros((2, 9), jnp.int32)
-    yield char_transformer.loss_fn, char_transformer.create(1), letters
+    yield char_transformer.loss_fn, char_transformer.create(1, 0), letters
     x = jnp.zeros((2, lstm.LENGTH, 2))
     params = jax.eval_shape(lstm.MODEL.init, jax.random.key(0), x)
     yield lstm.loss_fn, params, x, x[:, 0, 0]

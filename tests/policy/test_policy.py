@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 from jax import lax
+from jax.extend.core import Primitive
 
 import jamp
 
@@ -61,11 +62,24 @@ def test_other_names_of_a_gpu_load_its_policy(name):
         ("reduce_prod", "float32", "float32"),
         ("add", "promote", "promote"),
         ("iota", "as_traced", "as_traced"),
-        ("no_such_primitive", None, None),
+        (Primitive("a_users_own"), None, None),
     ],
 )
 def test_the_rule_of_a_primitive(primitive, gpu, cpu):
     assert (rule(GPU, primitive), rule(CPU, primitive)) == (gpu, cpu)
+
+
+@pytest.mark.parametrize(
+    "asked, told",
+    [
+        ("dot_generla", "unknown primitive 'dot_generla'; did you mean 'dot_general'?"),
+        ("jax.nn.softmax", r"jax.nn.softmax is a function.*rule\(function=...\)"),
+        (jax.nn.softmax, r"softmax is a function.*rule\(function=...\)"),
+    ],
+)
+def test_to_ask_of_what_is_no_primitive_is_an_error(asked, told):
+    with pytest.raises(jamp.PolicyError, match=told):
+        GPU.rule(asked)
 
 
 def test_a_rule_can_be_asked_by_object_name_function_and_scope():
@@ -193,7 +207,7 @@ def test_a_banned_function_or_primitive_raises():
         ({"lower": ["exp"], "float32": ["exp"]}, ["exp", "two"]),
         ({"lower": [own], "float32": [own]}, ["own", "two"]),
         ({"lower": ["jax.nn.relu"], "float32": [jax.nn.relu]}, ["relu", "two"]),
-        ({"lower": ["jnp.exp"]}, ["'jnp'", "not installed", "as 'jax.numpy.exp'"]),
+        ({"lower": ["jnp.exp"]}, ["'jnp'", "not installed", "as 'jax.numpy.interp'"]),
         ({"lower": [jnp.add]}, ["<jnp.ufunc 'add'> is no", "the primitive that it"]),
         ({"lower": [3]}, ["3 is no"]),
         ({"lower": [jax.nn.relu, None]}, ["None"]),
