@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -262,9 +263,12 @@ def _load_function(target: str) -> Callable[..., Any]:
         sys.path.insert(0, "")
         with _users_code(f"importing {module}"):
             names = vars(importlib.import_module(module))
-    if name not in names:
-        raise TargetError(f"{module} has no {name!r}")
-    found = names[name]
+    missing = object()
+    found: Any = SimpleNamespace(**names)
+    for part in name.split("."):
+        found = getattr(found, part, missing)
+        if found is missing:
+            raise TargetError(f"{module} has no {name!r}")
     if not callable(found):
         raise TargetError(f"{target} is a {type(found).__name__}, not a function")
     return found  # type: ignore[no-any-return]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import (
     Any,
+    NamedTuple,
     Never,
     ParamSpec,
     TypedDict,
@@ -149,21 +150,29 @@ class Autocast:
 
         @functools.wraps(fn, copied_names(fn), updated=())
         def under_autocast(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            options = self._arguments.options()
-            if options.enabled and options.device_type == "cpu":
-                warn_if_slow(options.dtype)
-            if regions.current() is not None or not options.enabled:
-                with regions.region(options, of_function=True):
-                    result = fn(*args, **kwargs)
+            if not self._arguments.enabled and regions.current() is None:
+                # As it is, on devices for which there is no policy too.
+                result = fn(*args, **kwargs)
             else:
-                call = nnx_modules.prepare(fn, args, kwargs)
-                result = call.finish(_run(call, options, eager_programs))
+                result = self._call(fn, args, kwargs, eager_programs)
             return cast(_R, _cast_outputs(result, self._output_dtype))
 
         made = api_boundary(under_autocast)
         # With what it wraps: `functools.wraps` copies attributes to other functions.
-        vars(made)[_MADE] = under_autocast, fn, self._arguments
+        vars(made)[_MADE] = under_autocast, fn, self._arguments, self._output_dtype
         return made
+
+    def _call(
+        self, fn: Callable[..., Any], args: Any, kwargs: Any, eager_programs: _Programs
+    ) -> Any:
+        options = self._arguments.options()
+        if options.enabled and options.device_type == "cpu":
+            warn_if_slow(options.dtype)
+        if regions.current() is not None:
+            with regions.region(options, of_function=True):
+                return fn(*args, **kwargs)
+        call = nnx_modules.prepare(fn, args, kwargs)
+        return call.finish(_run(call, options, eager_programs))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Autocast, (self._arguments, self._output_dtype)
@@ -260,33 +269,59 @@ def autocast(
     return transform if fn is None else transform(fn)
 
 
-def unwrapped(
-    function: str, fn: Any, given: Mapping[str, Any]
-) -> tuple[Any, Arguments, Mapping[str, Any] | None]:
+class Unwrapped(NamedTuple):
     """The function in what autocast made, and its options in an autocast around it.
+
+    Attributes:
+      fn: the function.
+      arguments: its options.
+      given: of those that were given the ones that a program may still decide about:
+        None for what autocast made.
+      output_dtype: that of its results, if it was asked for.
+    """
+
+    fn: Any
+    arguments: Arguments
+    given: Mapping[str, Any] | None
+    output_dtype: Any
+
+    def prepare(self, args: Any, kwargs: Any) -> nnx_modules.Prepared:
+        """A call of it, with results in the dtype that they are to have."""
+        returned = None
+        if self.output_dtype is not None:
+            returned = functools.partial(_cast_outputs, dtype=self.output_dtype)
+        return nnx_modules.prepare(self.fn, args, kwargs, returned)
+
+
+def unwrapped(function: str, fn: Any, given: Mapping[str, Any]) -> Unwrapped:
+    """The function in what autocast made, or the function.
 
     Args:
       function: what it was given to, with options by name.
       fn: the function.
       given: these options; of another function they are its own.
 
-    Returns:
-      The function, its options, and of those that were given the ones that a program
-      may still decide about: None for what autocast made.
-
     Raises:
       AutocastError: another option was given than the function has.
     """
     around = regions.named_arguments(function, given)
+    output_dtype = given.get("output_dtype")
+    if output_dtype is not None:
+        output_dtype = regions.check_floating("output_dtype", output_dtype)
     held = getattr(fn, "__dict__", {})
-    wrapped, inner, own = held.get(_MADE, (None, None, around))
+    wrapped, inner, own, own_output = held.get(_MADE, (None,) * 4)
     if wrapped is None or wrapped is not getattr(fn, "__wrapped__", None):
-        return fn, around, given
+        return Unwrapped(fn, around, given, output_dtype)
     if own.policy is None and own.device_type is None:
         own = replace(own, device_type=around.device_type, policy=around.policy)
     if given:
         regions.refuse_overruled(function, given, around.options(), [own.options()])
-    return inner, own, None
+        if output_dtype not in (None, own_output):
+            raise AutocastError(
+                f"{function} was given output_dtype={output_dtype}, but the function "
+                f"is under autocast itself, with {own_output}: leave it out"
+            )
+    return Unwrapped(inner, own, None, own_output)
 
 
 def as_written(fn: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -11,6 +11,7 @@ from jamp._autocast import is_autocast_enabled
 from jamp._errors import AutocastTypeError
 from jamp._tracing import regions
 from jamp._tracing.checks import check_function, is_array
+from jamp._tracing.nnx_modules import is_stateful
 from jamp._tracing.regions import check_floating
 
 _P = ParamSpec("_P")
@@ -40,8 +41,9 @@ def custom_fwd(
     For the function and the forward rule of a `jax.custom_vjp`, and for any other
     function. Without `cast_inputs` it runs under the autocast in force, as every
     function does. With it, under an enabled autocast, floating arrays among the
-    arguments (anywhere in their pytrees) are cast and the function runs as written; it
-    returns what it computed. Outside an enabled autocast nothing changes.
+    arguments (anywhere in their pytrees, but not in `flax.nnx` modules) are cast and
+    the function runs as written; it returns what it computed. Outside an enabled
+    autocast nothing changes.
 
         @jax.custom_vjp
         @jamp.custom_fwd(cast_inputs=jnp.float32)
@@ -82,7 +84,8 @@ def custom_fwd(
         if dtype is None or not is_autocast_enabled(device_type):
             return fn(*args, **kwargs)
         with regions.as_written(source):
-            args, kwargs = jax.tree.map(lambda leaf: _cast(leaf, dtype), (args, kwargs))
+            cast = functools.partial(_cast, dtype=dtype)
+            args, kwargs = jax.tree.map(cast, (args, kwargs), is_leaf=is_stateful)
             return fn(*args, **kwargs)
 
     return with_own_dtypes
@@ -152,5 +155,6 @@ def _refuse_without_rules(fn: Any) -> None:
 
 
 def _cast(leaf: Any, dtype: _dtypes.DType) -> Any:
-    eligible = is_array(leaf) and _dtypes.eligible(leaf.dtype)
-    return jax.numpy.asarray(leaf, dtype) if eligible else leaf
+    if is_stateful(leaf) or not is_array(leaf) or not _dtypes.eligible(leaf.dtype):
+        return leaf
+    return jax.numpy.asarray(leaf, dtype)

@@ -87,7 +87,7 @@ def diagnose(
     """
     check_function("diagnose", fn, inputs)
     scale, chosen = _checked(loss_scale, argnums)
-    inner, named, given = unwrapped("diagnose", fn, autocast_options)
+    inner = unwrapped("diagnose", fn, autocast_options)
 
     @api_boundary
     def diagnosed(*args: Any, **kwargs: Any) -> Diagnosis:
@@ -99,7 +99,7 @@ def diagnose(
 
         # Values that are not finite are expected here.
         with jax.debug_nans(False), jax.debug_infs(False), np.errstate(all="ignore"):
-            first = run(Settings(subject.options(named, given), scale))
+            first = run(Settings(subject.options(inner), scale))
             return _diagnosis(subject, first, *cure(subject, first, run))
 
     return diagnosed

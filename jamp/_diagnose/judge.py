@@ -151,9 +151,17 @@ def _overflow(measured: Measured) -> Fault:
 
 def _terms(measured: Measured) -> float:
     """The largest of the numbers whose sum or difference an output is."""
-    if measured.primitive in ("add", "neg", "sub"):
-        return max(map(_terms, measured.producers), default=0.0)
-    return measured.statistics.largest
+    largest, seen, ahead = 0.0, set(), [measured]
+    while ahead:
+        term = ahead.pop()
+        if id(term) in seen:
+            continue
+        seen.add(id(term))
+        if term.primitive in ("add", "neg", "sub"):
+            ahead += term.producers
+        else:
+            largest = max(largest, term.statistics.largest)
+    return largest
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from jax.extend.core import JaxprEqn
 from jax.extend.source_info_util import current_name_stack
 from jax.ref import AbstractRef
 
+from jamp._autocast import Unwrapped
 from jamp._emit import emit
 from jamp._equations import equations, replaced
 from jamp._errors import AutocastError, AutocastTypeError
@@ -54,7 +55,7 @@ class Subject:
     @classmethod
     def of(
         cls,
-        fn: Callable[..., Any],
+        inner: Unwrapped,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         argnums: Sequence[int],
@@ -62,8 +63,8 @@ class Subject:
     ) -> Self:
         """The subject of a call; without a gradient, `argnums` is empty."""
         free = len(args)
-        fn, args, kwargs = nnx_modules.unwrap(fn, args, kwargs)
-        call = nnx_modules.prepare(fn, args, kwargs)
+        fn, args, kwargs = nnx_modules.unwrap(inner.fn, args, kwargs)
+        call = inner._replace(fn=fn).prepare(args, kwargs)
         leaves, tree = jax.tree.flatten((call.args, call.kwargs))
         arrays = [leaf for leaf in leaves if is_array(leaf)]
         if not arrays:
@@ -91,16 +92,14 @@ class Subject:
         labels = list(map(_label_of, paths))
         return cls(call.fn, leaves, tree, labels, differentiated, has_aux, objects)
 
-    def options(
-        self, named: regions.Arguments, given: Mapping[str, Any] | None
-    ) -> regions.Options:
-        """Options around it, of which it may decide itself unless `given` is None."""
-        options = named.options()
-        if given is None:
+    def options(self, inner: Unwrapped) -> regions.Options:
+        """Options around it, of which it may decide itself unless they are its own."""
+        options = inner.arguments.options()
+        if inner.given is None:
             return options
         args, kwargs = jax.tree.unflatten(self.tree, self.leaves)
         program = trace.trace(self.fn, options, args, kwargs).program
-        return regions.settled("diagnose", given, options, program)
+        return regions.settled("diagnose", inner.given, options, program)
 
     def not_finite(self) -> list[str]:
         return [

@@ -20,7 +20,7 @@ from jamp._explain.operations import Operation, operations, options_inside
 from jamp._explain.residuals import Residuals, bytes_by_dtype, find_residuals
 from jamp._explain.risks import find_risks
 from jamp._plan.planner import make_plan
-from jamp._tracing import nnx_modules, trace
+from jamp._tracing import trace
 from jamp._tracing.checks import check_function, is_array
 from jamp._tracing.regions import Options, Scope, settled
 
@@ -162,12 +162,12 @@ def explain(
         callable.
     """
     check_function("explain", fn, inputs)
-    inner, named, given = unwrapped("explain", fn, autocast_options)
+    inner = unwrapped("explain", fn, autocast_options)
 
     @api_boundary
     def explained(*args: Any, **kwargs: Any) -> Report:
-        call = nnx_modules.prepare(inner, args, kwargs)
-        traced, options = _traced(call, named.options(), given)
+        call = inner.prepare(args, kwargs)
+        traced, options = _traced(call, inner.arguments.options(), inner.given)
         inside = dict.fromkeys(options_inside(traced.program, Scope((), options)))
         enabled = [found for found in inside if found.enabled]
         decisive = enabled or [*inside]

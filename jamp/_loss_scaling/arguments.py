@@ -59,7 +59,7 @@ def saved_numbers(saved: Any, keys: list[str], negative: bool) -> list[float]:
 
 def new_scale_of(old: jax.Array, value: Any) -> jax.Array:
     """A scale to set, or the old one where an array on a device holds none."""
-    if not is_number(value):
+    if not is_number(value) or isinstance(value, bool | np.bool_):
         raise ScalerTypeError(f"new_scale must be a number, got {value!r}")
     if np.ndim(value):
         raise ScalerError(f"new_scale must be a scalar, got an array of {value.shape}")

@@ -168,7 +168,9 @@ class _LossScaling:
         if "grad" in extra_args:
             unscaled, too = self._unscale(state.scaler_state, extra_args["grad"])
             extra_args["grad"], found = unscaled, found | too
-        found = self._anywhere(found) | state.overflowed
+        found = self._anywhere(found)
+        if self.scaler.enabled:
+            found = found | state.overflowed
         grads = arguments.as_if_finite(found, grads)
         if "grad" in extra_args:
             extra_args["grad"] = arguments.as_if_finite(found, extra_args["grad"])

@@ -46,6 +46,12 @@ def is_module(value: Any) -> bool:
     return isinstance(value, getattr(nnx, "Pytree", ()))
 
 
+def is_stateful(value: Any) -> bool:
+    """Whether a value is a module or a variable of flax.nnx."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and is_node(nnx, value)
+
+
 def unwrap(fn: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
     """The call that a call of a `functools.partial` makes, or the same call."""
     while isinstance(fn, partial):
@@ -64,11 +70,23 @@ def _bound(tree: Any) -> Any:
     return jax.tree.map(marked, tree, is_leaf=is_leaf)
 
 
-def prepare(fn: Callable[..., Any], args: Any, kwargs: Any) -> Prepared:
-    """Takes the state out of the modules of a call, if there are any."""
+def prepare(
+    fn: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    returned: Callable[[Any], Any] | None = None,
+) -> Prepared:
+    """Takes the state out of the modules of a call, if there are any.
+
+    Args:
+      fn: the function.
+      args: its arguments.
+      kwargs: those by name.
+      returned: what the call is to return of the result; by default the result.
+    """
     fn, args, kwargs = unwrap(fn, args, kwargs)
     _refuse_linen(fn, args)
-    as_it_is = Prepared(fn, args, kwargs, lambda result: result)
+    as_it_is = Prepared(_followed(fn, returned), args, kwargs, lambda result: result)
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return as_it_is
@@ -87,7 +105,8 @@ def prepare(fn: Callable[..., Any], args: Any, kwargs: Any) -> Prepared:
         copies = Copies(nnx, structure, state)
         found: list[Any] = []
         given_args, given_kwargs = put_back(held, copies.modules.__getitem__)
-        result = with_modules(copies.modules)(*given_args, **given_kwargs)
+        called = _followed(with_modules(copies.modules), returned)
+        result = called(*given_args, **given_kwargs)
         result = taken_out(nnx, result, found)
         refuse_made(result, jax.tree.leaves(held))
         return result, copies.changes(found)
@@ -104,6 +123,19 @@ def prepare(fn: Callable[..., Any], args: Any, kwargs: Any) -> Prepared:
     packed = (graph.structure, graph.state, held)
     where = partial(paths, nnx, modules, graph.numbers)
     return Prepared(call, packed, {}, finish, where)
+
+
+def _followed(
+    fn: Callable[..., Any], returned: Callable[[Any], Any] | None
+) -> Callable[..., Any]:
+    if returned is None:
+        return fn
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return returned(fn(*args, **kwargs))
+
+    pass_for(fn, call)
+    return call
 
 
 def _refuse_linen(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -130,7 +162,7 @@ def _refuse_linen(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
 
 
 def value_and_grad(*arguments: Any) -> Callable[..., Any]:
-    """The `value_and_grad` for arguments: flax.nnx's for its modules, or JAX's.
+    """The `value_and_grad` for arguments: flax.nnx's for what has state, or JAX's.
 
     JAX's takes a module for a tree of parameters, and loses what a call changes in it.
     """
@@ -138,10 +170,11 @@ def value_and_grad(*arguments: Any) -> Callable[..., Any]:
     if nnx is None:
         return jax.value_and_grad
 
-    def changes(node: Any) -> bool:
-        return isinstance(node, nnx.Pytree)
+    def is_leaf(node: Any) -> bool:
+        # Of an `nnx.State` a call gets the arrays.
+        return isinstance(node, nnx.State) or is_node(nnx, node)
 
-    found = any(map(changes, jax.tree.leaves(arguments, is_leaf=changes)))
+    found = any(map(is_stateful, jax.tree.leaves(arguments, is_leaf=is_leaf)))
     return nnx.value_and_grad if found else jax.value_and_grad
 
 

@@ -128,8 +128,6 @@ def named_arguments(function: str, named: Mapping[str, Any]) -> Arguments:
             f"{function} takes the options of jamp.autocast, not {', '.join(unknown)}"
             + did_you_mean(unknown[0], options)
         )
-    if named.get("output_dtype") is not None:
-        check_floating("output_dtype", named["output_dtype"])
     return Arguments(**{name: named[name] for name in named.keys() & known})
 
 

@@ -295,6 +295,16 @@ def test_a_listed_function_goes_back_to_float32():
     assert "jax.numpy.sum" in diagnosis.suggestions[0].code
 
 
+def test_the_terms_of_a_loss_may_be_shared_by_many_sums():
+    def fn(x):
+        a = b = mean(product(x)) * 1e-12
+        for _ in range(60):  # so many times that there are a million million paths
+            a, b = b, a + b
+        return b
+
+    assert diagnose(fn, loss_scale=1.0)(X).healthy
+
+
 def test_the_gradient_is_of_argnums():
     def fn(x, scale, w):
         return jnp.mean(product(x) @ w * scale), {"seen": x}

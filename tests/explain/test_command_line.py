@@ -88,6 +88,12 @@ def broken(w, x):
     return x @ w.no_such_thing
 
 ready = 3
+
+class Model:
+    def loss(self, w, x):
+        return jnp.mean(x @ w)
+
+model = Model()
 """
 INPUTS = """
 import jax.numpy as jnp
@@ -116,6 +122,13 @@ def test_explain_prints_what_autocast_does_with_a_function(target, project, caps
     printed = capsys.readouterr().out
     assert "autocast on gpu to float16" in printed
     assert "train.py:5" in printed
+
+
+def test_a_method_of_an_object_is_a_function_too(project, capsys):
+    assert main(["explain", "train:model.loss", "inputs.py"]) == 0
+    assert "train.py:20" in capsys.readouterr().out
+    assert main(["explain", "train:model.lose", "inputs.py"]) != 0
+    assert "train has no 'model.lose'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["explain", "diagnose"])

@@ -90,6 +90,29 @@ def test_a_region_of_the_users_does_not_overrule_what_is_given(verb):
     VERBS[verb](fn, dtype=jnp.bfloat16)(X)
 
 
+LARGE = {"fn": lambda x: x @ x + 70000.0, "x": jnp.ones((4, 4))}
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_results_are_looked_at_in_the_dtype_that_they_are_returned_in(wrapped):
+    fn, options = LARGE["fn"], {"device_type": "gpu", "output_dtype": jnp.float16}
+    if wrapped:
+        fn, options = jamp.autocast(fn, **options), {}
+    report = jamp.explain(fn, **options)(LARGE["x"])
+    assert report.records[-1].results == (jnp.float16,)
+    diagnosis = jamp.diagnose(fn, progress=False, **options)(LARGE["x"])
+    assert not diagnosis.healthy
+    assert jamp.diagnose(LARGE["fn"], progress=False)(LARGE["x"]).healthy
+
+
+@each_verb
+def test_another_output_dtype_than_that_of_a_function_under_autocast_raises(verb):
+    fn = jamp.autocast(product, output_dtype=jnp.float32)
+    VERBS[verb](fn, output_dtype=jnp.float32)(X)
+    with pytest.raises(jamp.AutocastError, match="output_dtype=float16, but"):
+        VERBS[verb](fn, output_dtype=jnp.float16)
+
+
 @each_verb
 @pytest.mark.parametrize("dtype", ["nonsense", jnp.int32])
 def test_an_output_dtype_is_checked_as_autocast_does(verb, dtype):

@@ -57,6 +57,17 @@ def test_batches_of_multisteps_grow_with_its_own_steps():
     assert added == [-1.0, 0.0, 0.0, 0.0, -4.0, 0.0, 0.0, -2.0]
 
 
+def test_a_disabled_scaler_goes_on_in_the_middle_of_a_batch_that_overflowed():
+    multi_steps = optax.MultiSteps(optax.sgd(1.0), 2)
+    state = scaling(multi_steps).init(jnp.ones(1))
+    _, state = scaling(multi_steps).update(jnp.array([jnp.inf]), state)
+    grads = jamp.scale_loss(jnp.array([2.0]), state)
+    disabled = jamp.dynamic_loss_scaling(multi_steps, jamp.GradScaler(enabled=False))
+    updates, state = disabled.update(grads, state)
+    assert updates == -1.0
+    assert not jamp.last_step_skipped(state)
+
+
 def test_multisteps_in_a_chain_inside_it_leaves_one_micro_batch_out():
     multi_steps = optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()
     tx = scaling(optax.chain(optax.identity(), multi_steps))

@@ -55,6 +55,12 @@ def test_what_would_fail_at_an_update_fails_at_once(config, problem):
     assert same(largest.update(state_of(8.0), False), state_of(8.0, 1))
 
 
+@pytest.mark.parametrize("scale", [True, "2"])
+def test_a_new_scale_is_a_number(scale):
+    with pytest.raises(ScalerTypeError, match="new_scale must be a number, got"):
+        GradScaler().update(state_of(8.0), new_scale=scale)
+
+
 @pytest.mark.parametrize("scale", [1e39, math.inf, math.nan, -4.0, 0.0, np.float32(-1)])
 def test_a_new_scale_is_positive_and_finite(scale):
     with pytest.raises(ScalerError, match="positive and finite in float32, got"):

@@ -53,6 +53,38 @@ def test_a_module_that_is_returned_is_itself(dtype):
     assert returned.last[...].dtype == jnp.float32
 
 
+class Float32Norm(nnx.Module):
+    def __init__(self):
+        self.norm = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+        self.calls = nnx.Variable(jnp.zeros(()))
+
+    @jamp.custom_fwd(cast_inputs=jnp.float32)
+    def __call__(self, x):
+        assert x.dtype == jnp.float32
+        self.calls[...] += 1
+        return self.norm(x)
+
+
+def test_a_method_that_casts_its_arguments_keeps_its_modules_state():
+    expected, model = Float32Norm(), Float32Norm()
+    expected(X)
+    gpu(lambda model, x: model(x.astype(jnp.float16)))(model, X)
+    near(nnx.state(model), nnx.state(expected))
+
+
+def test_a_variable_beside_what_is_differentiated_is_changed():
+    counter = nnx.Variable(jnp.zeros(()))
+
+    def loss(w, counter):
+        counter[...] += 1
+        return jnp.sum(w**2)
+
+    state = jamp.GradScaler(init_scale=4.0).init()
+    value, grads = jamp.value_and_grad(loss)(state, jnp.ones(3), counter)
+    assert (value, counter[...]) == (3, 1)
+    np.testing.assert_array_equal(grads, 8)
+
+
 WAYS = {
     "eager": lambda model: gpu(lambda model: model(X))(model),
     "jit outside": lambda model: nnx.jit(gpu(lambda model: model(X)))(model),

@@ -7,6 +7,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import export, lax
 from jax.experimental import jet, sparse
@@ -215,6 +216,18 @@ def test_a_backend_without_a_policy_asks_for_a_device_type(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "METAL")
     with pytest.raises(jamp.AutocastError, match=r"on 'METAL'.* device_type"):
         jamp.autocast(lambda x: x @ x)(W)
+
+
+def test_a_backend_without_a_policy_takes_what_needs_none(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "METAL")
+    assert jamp.autocast(lambda x: x @ x, enabled=False)(W).dtype == W.dtype
+    fn = jamp.autocast(lambda w: jnp.sum(w @ w), device_type="gpu")
+    tx = jamp.dynamic_loss_scaling(optax.sgd(0.1))
+    state = tx.init(W)
+    _, grads = jamp.value_and_grad(fn)(state, W)
+    assert jamp.metrics(state, grads)["loss_scale"] == 2.0**16
+    updates, _ = tx.update(grads, state, W)
+    assert jnp.isfinite(updates).all()
 
 
 def test_the_default_device_type_is_that_of_the_backend():
