@@ -78,7 +78,17 @@ def _run(
     numbers = list(inexact.values())
     module = chosen(implementation, numbers)
     run = reference.run if module is reference else partial(with_kernel, module)
-    unscaled, not_finite = run(numbers, jnp.asarray(inv_scale, jnp.float32), request)
+    scale = jnp.asarray(inv_scale, jnp.float32)
+    if implementation == "auto" and module is not reference:
+        # The default device has the kernel; the program may be for another.
+        unscaled, not_finite = jax.lax.platform_dependent(
+            numbers,
+            scale,
+            cuda=partial(run, request=request),
+            default=partial(reference.run, request=request),
+        )
+    else:
+        unscaled, not_finite = run(numbers, scale, request)
     # Where nothing was to be unscaled, there are no arrays.
     every.update(zip(inexact, unscaled, strict=False))
     return list(every.values()), not_finite

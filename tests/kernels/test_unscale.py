@@ -61,6 +61,24 @@ def test_the_fastest_is_that_of_the_nearest_measured_size():
     assert backends.nearest([], 2**20) == "xla"
 
 
+@pytest.mark.parametrize("kernel", backends.KERNELS)
+def test_what_is_fastest_is_not_chosen_for_a_program_of_another_device(
+    kernel, monkeypatch
+):
+    try:
+        backends.load(kernel)
+    except ImportError as reason:
+        pytest.skip(str(reason))
+    monkeypatch.setattr(backends, "fastest", lambda leaves: kernel)
+    monkeypatch.setattr(backends, "why_not", lambda implementation: [])
+    grads = {"w": jnp.full((8, 64), 3.0), "b": jnp.array([1.0, jnp.inf])}
+    for run in (unscale_and_check, jax.jit(unscale_and_check)):
+        unscaled, found = run(grads, 0.5)
+        assert found
+        np.testing.assert_array_equal(unscaled["w"], 1.5)
+    assert all_finite({"w": grads["w"]})
+
+
 def test_the_scaler_finds_what_the_reference_finds():
     grads = {"w": jnp.array([1.0, jnp.inf]), "b": jnp.ones(2)}
     scaler = jamp.GradScaler()
