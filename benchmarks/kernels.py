@@ -96,7 +96,9 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    rivals = flax_rivals(jax.default_backend())
+    if jax.default_backend() != "gpu":
+        raise SystemExit(f"this needs an NVIDIA GPU; the device is {jax.devices()[0]}")
+    rivals = flax_rivals("gpu")
     programs = {
         (subject, rival): FlaxProgram(
             make_subject(subject, arguments.size), rivals[rival], "training"

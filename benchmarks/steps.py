@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 from alone import alone
-from measuring import Comparison, Plan, threads
+from measuring import BASELINE, Comparison, Plan, threads
 from program_figures import lines
 from results_file import results_path, write_results
 from rich.console import Console
@@ -158,16 +158,32 @@ def run_in_processes(
     summaries = []
     for subject, process in started.items():
         process.wait()
+        known = len(summaries)
         part = argparse.Namespace(**{**vars(chosen), "subject": (subject,)})
         path = results_path(file_name(part))
         if path.exists() and path.stat().st_mtime > start:
             summaries += json.loads(path.read_text("utf-8"))["figures"]["comparisons"]
             path.unlink()
             path.with_suffix(".png").unlink(missing_ok=True)
+        found = {summary["mode"] for summary in summaries[known:]}
+        summaries += [
+            unmeasured(part, mode) for mode in chosen.mode if mode not in found
+        ]
     path = write(chosen, summaries)
     if not chosen.figures_only and summaries:
         draw(summaries, path.with_suffix(".png"))
     console.print(f"written: {path}")
+
+
+def unmeasured(part: argparse.Namespace, mode: str) -> dict[str, Any]:
+    """What is written of a process that did not come to measure in a mode."""
+    rivals = {BASELINE: {"error": "BudgetError: no time was left for it"}}
+    return {
+        "subject": part.subject[0],
+        "size": part.size,
+        "mode": mode,
+        "rivals": rivals,
+    }
 
 
 def main() -> None:

@@ -134,7 +134,12 @@ def outcome(found: dict[str, Any], dtype: str) -> str:
 
 
 def name(found: dict[str, Any]) -> str:
-    return f"{found['distribution']}, {found['what'][0].lower()}{found['what'][1:-1]}"
+    what = found["what"].rstrip(".")
+    first = what.split()[0]
+    # Not ResNet, nor Stan's.
+    if first == "A" or (first[1:].islower() and not first.endswith("'s")):
+        what = what[0].lower() + what[1:]
+    return f"{found['distribution']}, {what}"
 
 
 def far(figures: dict[str, Any]) -> Iterator[str]:

@@ -325,8 +325,14 @@ def unwrapped(function: str, fn: Any, given: Mapping[str, Any]) -> Unwrapped:
 
 
 def as_written(fn: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A function that an autocast around it leaves in the dtypes it is written in."""
-    return autocast(fn, enabled=False)
+    """A function of jamp's own that an autocast around it leaves as it is written."""
+
+    @functools.wraps(fn)
+    def own(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with regions.as_written("loss scaling, as it is written"):
+            return fn(*args, **kwargs)
+
+    return api_boundary(own)
 
 
 def is_autocast_enabled(device_type: str | None = None) -> bool:
