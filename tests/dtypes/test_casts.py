@@ -257,6 +257,7 @@ RANDOM = (
 )
 
 
+@pytest.mark.numbers
 def test_random_numbers_are_those_that_were_asked_for():
     def draws(key):
         return [
