@@ -11,15 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LOCK = Path(tempfile.gettempdir()) / "jamp-benchmarks.lock"
-POLL_SECONDS = 0.05
 
 
 @contextlib.contextmanager
-def alone(deadline: float) -> Iterator[None]:
+def alone(deadline: float, poll: float = 0.5) -> Iterator[None]:
     """Waits until no other process is in here, but not beyond a deadline.
 
     Args:
       deadline: in seconds of time.monotonic.
+      poll: seconds from one look to the next; who looks more often goes first.
 
     Raises:
       TimeoutError: others were in here until the deadline.
@@ -32,5 +32,5 @@ def alone(deadline: float) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise TimeoutError("other measurements took all the time") from None
-                time.sleep(POLL_SECONDS)
+                time.sleep(poll)
         yield

@@ -13,13 +13,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import jax
 from alone import alone
-from measuring import BASELINE, Comparison, Plan, threads
+from measuring import BASELINE, LEAST_SECONDS, Comparison, Plan, threads
 from program_figures import lines
 from results_file import results_path, write_results
 from rich.console import Console
@@ -31,6 +31,10 @@ from subjects import SUBJECTS
 MODES = ("training", "inference")
 ROUNDS = 7
 GPU_BUDGET = 420.0
+MERGE_SECONDS = 15.0  # of a budget, to end what still runs and to write
+# Of one reading of the clock: on a GPU the first step of a reading records its launches
+# anew, as the buffers are others than those of the step before.
+GPU_SECONDS = 0.1
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -93,7 +97,8 @@ def run(chosen: argparse.Namespace, console: Console) -> None:
     plan = Plan(
         rivals=tuple(chosen.rivals),
         rounds=0 if chosen.figures_only else chosen.rounds,
-        jobs=max(1, threads() // 2) if on_gpu() else 1,
+        jobs=max(1, threads() // 4) if on_gpu() else 1,
+        least_seconds=GPU_SECONDS if on_gpu() else LEAST_SECONDS,
     )
     end = time.monotonic() + chosen.budget
     comparisons = [
@@ -147,31 +152,39 @@ def run_in_processes(
     chosen: argparse.Namespace, arguments: list[str], console: Console
 ) -> None:
     """As `run`, with a process for each subject, of which one at a time measures."""
-    alike = [*arguments, "--budget", str(chosen.budget)]
-    start = time.time()
+    # Its processes have started later, and are to end before it.
+    end, start = time.monotonic() + chosen.budget, time.time()
+    alike = [*arguments, "--budget", str(max(1.0, chosen.budget - MERGE_SECONDS))]
     started = {
         subject: subprocess.Popen(
             [sys.executable, __file__, *alike, "--subject", subject]
         )
         for subject in chosen.subject
     }
-    summaries = []
+    summaries: list[dict[str, Any]] = []
+    parts = []
     for subject, process in started.items():
-        process.wait()
-        known = len(summaries)
+        try:
+            process.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
         part = argparse.Namespace(**{**vars(chosen), "subject": (subject,)})
         path = results_path(file_name(part))
+        found: list[dict[str, Any]] = []
         if path.exists() and path.stat().st_mtime > start:
-            summaries += json.loads(path.read_text("utf-8"))["figures"]["comparisons"]
-            path.unlink()
-            path.with_suffix(".png").unlink(missing_ok=True)
-        found = {summary["mode"] for summary in summaries[known:]}
-        summaries += [
-            unmeasured(part, mode) for mode in chosen.mode if mode not in found
-        ]
-    path = write(chosen, summaries)
-    if not chosen.figures_only and summaries:
+            parts.append(path)
+            with suppress(ValueError):  # it was stopped while it wrote
+                found = json.loads(path.read_text("utf-8"))["figures"]["comparisons"]
+        measured = {summary["mode"] for summary in found}
+        missing = [unmeasured(part, m) for m in chosen.mode if m not in measured]
+        summaries += found + missing
+        path = write(chosen, summaries)
+    if not chosen.figures_only:
         draw(summaries, path.with_suffix(".png"))
+    for part in parts:
+        part.unlink()
+        part.with_suffix(".png").unlink(missing_ok=True)
     console.print(f"written: {path}")
 
 

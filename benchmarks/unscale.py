@@ -6,12 +6,14 @@ a GPU, `--programs` compiles for an H200 and counts the kernels that a program b
 """
 
 import argparse
+import faulthandler
 import functools
 import json
 import math
 import os
 import statistics
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +38,15 @@ from unscale_rivals import (
     torch_with_gpu,
 )
 
+from jamp.pallas_kernels.unscale import backends
+
 MEASURED = Path(__file__).parents[1] / "pallas_kernels" / "unscale" / "measured.json"
 LEAVES = (1, 4, 16, 64, 256, 1024, 4096)  # MiB
 TREES = {"large_and_tiny": gradient_trees.large_and_tiny, **gradient_trees.MODELS}
 # About so many bytes are read in one call of a rival.
 BYTES_READ = 4 << 30
 ROUNDS, FEWEST_ROUNDS = 7, 3
+HANGS_SECONDS = 120  # after which a step of it has to be taken for hung
 # What has to be won over XLA to be worth a kernel.
 MARGIN = 1.02
 
@@ -133,18 +138,29 @@ def run(
         max(leaf.size for tree in cases.values() for leaf in tree.values()),
     )
     torch = torch_with_gpu()  # takes seconds to import
+    # Beside the compilations: each takes the seconds that JAX needs to start.
+    with ThreadPoolExecutor() as pool:
+        found = pool.map(unscale_check.why_not, backends.KERNELS)
+    reasons = dict(zip(backends.KERNELS, found, strict=True))
+    for kernel, why in reasons.items():
+        if why:
+            programs.refuse(kernel, "; ".join(why))
     programs.wait()
     print(f"{len(programs.seconds)} programs compiled after {budget.used():.0f} s")
     rows: list[dict[str, Any]] = []
-    with alone(math.inf):
-        checks = unscale_check.check_on_card(programs, budget)
+    with alone(math.inf, poll=0.01):
+        # Who hangs is not to keep the others from the card.
+        faulthandler.dump_traceback_later(HANGS_SECONDS, exit=True)
+        checks = unscale_check.check_on_card(programs, budget, reasons)
         for name, tree in track(cases.items(), "cases"):
+            faulthandler.dump_traceback_later(HANGS_SECONDS, exit=True)
             rows.append(
                 {"case": name, **measure(name, tree, programs, budget, numbers)}
             )
             save({"checks": checks, "cases": rows}, trees, card)
             if torch:
                 torch.cuda.empty_cache()
+        faulthandler.cancel_dump_traceback_later()
     print(
         f"{programs.compiling()} programs still compiling after {budget.used():.0f} s"
     )

@@ -1,6 +1,8 @@
 """Compares the compiled unscaling kernels with the reference on the card itself."""
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +25,15 @@ INV_SCALES = (1.0, 2.0**-16, 1 / 1536, 2.0**20)
 POISONS = (np.inf, -np.inf, np.nan)
 # The share of a budget after which nothing is compared any more.
 CHECKING = 0.75
+TRIAL = """
+import jax.numpy as jnp
+from jamp.pallas_kernels import all_finite, unscale_and_check
+tree = [jnp.ones((300, 64)), jnp.ones(64), jnp.ones((3, 5), jnp.bfloat16)]
+unscaled, found = unscale_and_check(tree, 0.5, implementation={kernel!r})
+assert float(unscaled[0].sum()) == 150 * 64 and not found
+assert all_finite(tree, implementation={kernel!r})
+"""
+TRIAL_SECONDS = 90
 
 
 def add_program(programs: Programs, implementation: str, case: str) -> None:
@@ -36,11 +47,35 @@ def add_program(programs: Programs, implementation: str, case: str) -> None:
     programs.add(("check", implementation, case), run, leaves, SCALE)
 
 
-def check_on_card(programs: Programs, budget: Budget) -> dict[str, Any]:
+def why_not(kernel: str) -> list[str]:
+    """Why a kernel can't run here; a small run of it in a process of its own is tried.
+
+    A kernel that hangs, or reads where it may not, takes its whole process with it.
+    """
+    reasons = backends.why_not(kernel)
+    if reasons:
+        return reasons
+    try:
+        subprocess.run(
+            [sys.executable, "-c", TRIAL.format(kernel=kernel)],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=TRIAL_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return [f"a first run did not end in {TRIAL_SECONDS} s"]
+    except subprocess.CalledProcessError as error:
+        return [f"a first run failed: {error.stderr.strip().splitlines()[-1:]}"]
+    return []
+
+
+def check_on_card(
+    programs: Programs, budget: Budget, reasons_of: dict[str, list[str]]
+) -> dict[str, Any]:
     """For each kernel the comparisons and differences, and what kept it from them."""
     checks: dict[str, Any] = {}
-    for kernel in backends.KERNELS:
-        reasons = backends.why_not(kernel)
+    for kernel, reasons in reasons_of.items():
         checks[kernel] = {"compared": 0, "differences": []}
         if reasons:
             checks[kernel] = {"cannot_run": reasons}

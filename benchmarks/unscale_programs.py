@@ -74,6 +74,14 @@ class Programs:
         for future in self.futures.values():
             future.cancel()
 
+    def refuse(self, kernel: str, reason: str) -> None:
+        """Has `get` raise for the programs of a kernel."""
+        for name in self.futures:
+            if kernel in name[1]:
+                self.futures[name].cancel()
+                self.futures[name] = Future()
+                self.futures[name].set_exception(RuntimeError(reason))
+
     def compiling(self) -> int:
         """How many are being compiled."""
         return sum(not future.done() for future in self.futures.values())

@@ -11,6 +11,9 @@ from subjects import Subject
 from rivals.optimizers import DECAY, MOMENTUM, RATE
 from rivals.torch_rivals import TorchRival
 
+# Of each subject, which all its rivals share: several would fill a card.
+_BATCHES: dict[tuple[str, str], Any] = {}
+
 
 class TorchProgram:
     """What one rival makes of a subject, in training or inference.
@@ -34,15 +37,21 @@ class TorchProgram:
         if torch.cuda.is_available():
             self._device = "cuda"
             torch.set_float32_matmul_precision("high")
+            # XLA times the algorithms of convolutions too.
+            torch.backends.cudnn.benchmark = True
         self.compiles = rival.compiled
         self._rival = rival
         self._training = mode == "training"
         self._loss = module.loss
-        self._inputs = self._tensor(subject.inputs)
-        self._targets = self._tensor(subject.targets)
+        batch = _BATCHES.get((name, size))
+        if batch is None:
+            arrays = subject.inputs, subject.targets
+            batch = _BATCHES[name, size] = tuple(map(self._tensor, arrays))
+        self._inputs, self._targets = batch
         torch.manual_seed(0)
-        self._model = module.make(size).train(self._training)
-        self._model.to(self._device, memory_format=torch.channels_last)
+        with torch.device(self._device):
+            self._model = module.make(size).train(self._training)
+        self._model.to(memory_format=torch.channels_last)
         self._optimizer = _optimizer(subject.optimizer, self._model)
         self._scaler = torch.amp.GradScaler(
             self._device, enabled=rival.dtype == "float16"

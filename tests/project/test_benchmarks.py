@@ -172,7 +172,7 @@ def test_a_subject_gives_every_figure(subject, mode):
         assert "bfloat16" not in rivals["float32"]["residual_bytes"]
         assert rivals["autocast bfloat16"]["residual_bytes"]["bfloat16"] > 0
     # The same batch and the same parameters give the same first step.
-    variables = comparison.init()
+    variables = comparison.variables
     first, second = (after_one_step(p, variables) for p in comparison.programs.values())
     assert differs(second, first) < NOISE
 
@@ -340,7 +340,7 @@ def test_unscaling_is_timed_beside_what_other_cards_took(monkeypatch, tmp_path):
     for row in figures["cases"]:
         on_cpus = {"xla", "per_leaf", "all_finite (xla)", "copy"}
         assert set(row["seconds"]) == set(row["of_copy_bandwidth"]) == on_cpus
-        assert "can't run here" in row["failures"]["triton"]
+        assert "needs an NVIDIA GPU" in row["failures"]["triton"]
         assert "torch" in row["failures"]["torch (CUDA graph)"]
         assert row["rounds"] == unscale.ROUNDS
     assert (tmp_path / "unscale-cpu.png").stat().st_size > 10_000
@@ -355,10 +355,18 @@ def test_without_time_for_a_program_it_is_a_failure(monkeypatch, tmp_path):
         assert row["rounds"] == unscale.FEWEST_ROUNDS
 
 
+def test_a_kernel_whose_first_run_fails_is_not_run_again(monkeypatch):
+    monkeypatch.setattr(unscale_check.backends, "why_not", lambda kernel: [])
+    monkeypatch.setattr(unscale_check, "TRIAL", "raise SystemExit('no {kernel} here')")
+    assert unscale_check.why_not("triton") == ["a first run failed: ['no triton here']"]
+    monkeypatch.setattr(unscale_check, "TRIAL", "import time; time.sleep(60)")
+    monkeypatch.setattr(unscale_check, "TRIAL_SECONDS", 0.1)
+    assert unscale_check.why_not("triton") == ["a first run did not end in 0.1 s"]
+
+
 def test_a_kernel_is_compared_in_every_bit(monkeypatch):
     cases = {"mixed": gradient_trees.mixed, "large_and_tiny": TINY}
     monkeypatch.setattr(unscale_check, "CASES", cases)
-    monkeypatch.setattr(unscale_check.backends, "why_not", lambda kernel: [])
 
     def off_by_a_bit(leaves, inv_scale):
         first, *others = [leaf * inv_scale.astype(leaf.dtype) for leaf in leaves]
@@ -376,7 +384,8 @@ def test_a_kernel_is_compared_in_every_bit(monkeypatch):
         shapes = (list(TINY().values()), jax.ShapeDtypeStruct((), jnp.float32))
         programs.add(name, off_by_a_bit, *shapes)
         programs.wait()
-        checks = unscale_check.check_on_card(programs, budget)
+        runs = {kernel: [] for kernel in unscale_check.backends.KERNELS}
+        checks = unscale_check.check_on_card(programs, budget, runs)
     assert checks["triton"] == {"compared": 2 * 4 + 27, "differences": []}
     assert unscale_check.passed(checks["triton"])
     wrong = checks["mosaic_gpu"]

@@ -7,7 +7,6 @@ import pickle
 
 import cloudpickle
 import flax.linen as nn
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -138,6 +137,7 @@ def test_autocast_of_a_class_raises_and_says_what_to_decorate(kind):
 
 
 def test_autocast_of_what_has_an_apply_is_told_to_take_that():
+    hk = pytest.importorskip("haiku")
     transformed = hk.transform(lambda x: hk.Linear(2)(x))
     with pytest.raises(jamp.AutocastTypeError, match="got Transformed; give its apply"):
         jamp.autocast(transformed)
