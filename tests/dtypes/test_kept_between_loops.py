@@ -169,6 +169,23 @@ def test_few_numbers_are_kept_as_they_are_where_they_cancel(loop, device):
     assert inside < 1.5 * distance(outside, expected)
 
 
+@each_device
+def test_gradients_of_gradients_go_through_branches_that_pad(device):
+    def layer(w, h):
+        y = jnp.concatenate([jnp.ones_like(h[:, :1]), h[:, 1:]], 1) @ w
+        return y * y
+
+    def fn(w, x):
+        for _ in range(2):
+            x = lax.cond(w.sum() > 0, layer, lambda w, h: h @ w, w, x)
+        return jnp.mean(x**2)
+
+    penalty = jax.grad(lambda w, x: jnp.sum(jax.grad(fn, 1)(w, x) ** 2), 1)
+    w, x = jnp.eye(4) * 0.5, jnp.ones((3, 4))
+    found = jamp.autocast(penalty, device_type=device)(w, x)
+    assert distance(found, np.asarray(penalty(w, x))) < TOLERANCE
+
+
 def carrying(function, loop):
     """A loss of what a loop carries, scaled as for float16."""
 

@@ -258,8 +258,8 @@ class Readers:
         read = self.reading(action.results)
         # Where branches meet in float32, they need not round what they give.
         met = {p for p, v in enumerate(action.results) if v.dtype == FLOAT32}
-        # Nothing keeps cotangents.
-        cotangents = read.wide if action.context.transposed else set()
+        # Nothing keeps cotangents; those that are rounded inside are in 16 bits.
+        cotangents = read.wide - read.inside if action.context.transposed else set()
         met |= cotangents | (read.adds - read.low)
         wide = frozenset(p for p in met if p >= apart.results)
         results = Reading(places - wide, wide, read.inside & wide, wide)
