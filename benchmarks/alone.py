@@ -10,7 +10,17 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
+
 LOCK = Path(tempfile.gettempdir()) / "jamp-benchmarks.lock"
+
+
+def gpu() -> jax.Device:
+    """The GPU that is there; without one the program ends."""
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        raise SystemExit(f"this needs an NVIDIA GPU; the device is {device}")
+    return device
 
 
 @contextlib.contextmanager

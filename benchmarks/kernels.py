@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from alone import alone
-from measuring import threads
+from alone import alone, gpu
+from measuring import initial_variables, threads
 from results_file import write_results
 from rich.console import Console
 from rich.table import Table
@@ -40,12 +40,10 @@ KINDS = {
 }
 
 
-def profiled(program: FlaxProgram) -> dict[str, Any]:
+def profiled(program: FlaxProgram, variables: Any) -> dict[str, Any]:
     """Milliseconds on the device in a step, by kind and operation."""
-    variables = jax.jit(program.subject.init)()
-    program.start(
-        variables, jax.device_put((program.subject.inputs, program.subject.targets))
-    )
+    batch = program.subject.inputs, program.subject.targets
+    program.start(*jax.device_put((variables, batch)))
     program.run(2)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -96,8 +94,7 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    if jax.default_backend() != "gpu":
-        raise SystemExit(f"this needs an NVIDIA GPU; the device is {jax.devices()[0]}")
+    gpu()
     rivals = flax_rivals("gpu")
     programs = {
         (subject, rival): FlaxProgram(
@@ -111,7 +108,8 @@ def main() -> None:
         with ThreadPoolExecutor(max(1, threads() // 2)) as pool:
             list(pool.map(FlaxProgram.compile, programs.values()))
         for (subject, rival), program in programs.items():
-            rows.setdefault(subject, {})[rival] = profiled(program)
+            variables = initial_variables(subject, arguments.size)
+            rows.setdefault(subject, {})[rival] = profiled(program, variables)
             if arguments.text:
                 arguments.text.mkdir(exist_ok=True)
                 name = f"{subject}-{rival.replace(' ', '_')}.txt"

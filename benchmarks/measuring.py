@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from operator import truediv
 from typing import Any
 
@@ -78,9 +78,7 @@ class Comparison:
     def prepare(self, say: Callable[[str], None]) -> None:
         """Does what a busy device does not mind; `say` is told what is being done."""
         self._say = say
-        # For a GPU this takes a minute to compile, and who computes does not matter.
-        with jax.default_device(jax.devices("cpu")[0]):
-            self.variables = jax.device_get(jax.jit(self._made.init)())
+        self.variables = initial_variables(self.subject, self.size)
         self._trace_flax()
         self._build_torch()
 
@@ -197,6 +195,16 @@ class Comparison:
             # In another order each time, so that none always follows the same one.
             for rival in shuffle.sample(list(self.programs), len(self.programs)):
                 self._attempt(rival, partial(clock, rival))
+
+
+@cache
+def initial_variables(subject: str, size: str) -> Any:
+    """What a subject begins with, as arrays of NumPy's.
+
+    The processor computes it: for a GPU it takes a minute to compile.
+    """
+    with jax.default_device(jax.devices("cpu")[0]):
+        return jax.device_get(jax.jit(make_subject(subject, size).init)())
 
 
 def release_torch() -> None:

@@ -34,11 +34,16 @@ def write_results(name: str, figures: dict[str, Any]) -> Path:
 def device_name() -> str:
     """The accelerator, or "cpu" and the processor's bfloat16 instructions."""
     if jax.default_backend() != "cpu":
-        return re.sub(r"\W+", "-", jax.devices()[0].device_kind).lower()
+        return card_name(jax.devices()[0])
     found = this_processor()
     held_back = ["held_back"] if found.is_held_back else []
     instructions = sorted(found.instructions, reverse=True)
     return "-".join(["cpu", *instructions, *held_back])
+
+
+def card_name(device: jax.Device) -> str:
+    """The kind of a device, as a part of a file's name."""
+    return re.sub(r"\W+", "-", device.device_kind).lower()
 
 
 def write_json(path: Path, content: dict[str, Any]) -> Path:

@@ -18,12 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import gradient_trees
-import jax
 import matplotlib.pyplot as plt
 import numpy as np
 import unscale_check
-from alone import alone
-from results_file import RESULTS, environment, write_json, write_results
+from alone import alone, gpu
+from results_file import (
+    RESULTS,
+    card_name,
+    environment,
+    write_json,
+    write_results,
+)
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -83,15 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         add_programs(programs, trees, leaves)
         rows = run(programs, budget, trees, leaves, device.device_kind)
         show(rows)
-        card = device.device_kind.replace(" ", "-")
-        draw(rows, RESULTS / f"unscale-{card}.png")
-
-
-def gpu() -> jax.Device:
-    device = jax.devices()[0]
-    if device.platform != "gpu":
-        raise SystemExit(f"this needs an NVIDIA GPU; the device is {device}")
-    return device
+        draw(rows, RESULTS / f"unscale-{card_name(device)}.png")
 
 
 def add_programs(programs: Programs, trees: Cases, leaves: Cases) -> None:

@@ -137,10 +137,8 @@ class Autocast:
     def __init__(self, arguments: Arguments, output_dtype: Any) -> None:
         # Defaults wait for the call: a decorator must not make JAX look for devices.
         self._arguments = arguments
-        self._output_dtype = output_dtype
+        self._output_dtype = regions.output_dtype(output_dtype)
         self._entered = threading.local()
-        if output_dtype is not None:
-            self._output_dtype = regions.check_floating("output_dtype", output_dtype)
 
     def __call__(self, fn: Callable[_P, _R]) -> Callable[_P, _R]:
         check_function("autocast", fn)
@@ -305,9 +303,7 @@ def unwrapped(function: str, fn: Any, given: Mapping[str, Any]) -> Unwrapped:
       AutocastError: another option was given than the function has.
     """
     around = regions.named_arguments(function, given)
-    output_dtype = given.get("output_dtype")
-    if output_dtype is not None:
-        output_dtype = regions.check_floating("output_dtype", output_dtype)
+    output_dtype = regions.output_dtype(given.get("output_dtype"))
     held = getattr(fn, "__dict__", {})
     wrapped, inner, own, own_output = held.get(_MADE, (None,) * 4)
     if wrapped is None or wrapped is not getattr(fn, "__wrapped__", None):
@@ -325,14 +321,8 @@ def unwrapped(function: str, fn: Any, given: Mapping[str, Any]) -> Unwrapped:
 
 
 def as_written(fn: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A function of jamp's own that an autocast around it leaves as it is written."""
-
-    @functools.wraps(fn)
-    def own(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with regions.as_written("loss scaling, as it is written"):
-            return fn(*args, **kwargs)
-
-    return api_boundary(own)
+    """A function of loss scaling, which an autocast around it leaves as it is."""
+    return api_boundary(regions.as_written("loss scaling, as it is written")(fn))
 
 
 def is_autocast_enabled(device_type: str | None = None) -> bool:

@@ -199,14 +199,7 @@ def diagnose(size: str) -> Iterator[Figures]:
 
     found: Figures = {}
     for name in FAULTS[: 1 if size == "tiny" else None]:
-        fault = faults.load(name)
-        diagnosis = jamp.diagnose(
-            fault.fn,
-            device_type="gpu",
-            dtype=fault.dtype,
-            loss_scale=fault.loss_scale,
-            progress=False,
-        )(*fault.args)
+        diagnosis = faults.diagnosis_of(faults.load(name))
         lines = {(f.location.file, f.location.line) for f in diagnosis.findings}
         named = lines == {(faults.path_of(name), faults.marked_line(name))}
         found[name] = {"named": named, "text": str(diagnosis).splitlines()}

@@ -4,6 +4,7 @@ Every file has `SIZES`, by name ("tiny" for tests, "cpu", "gpu"), and `make(size
 same architectures in PyTorch are in `torch_models`.
 """
 
+from functools import cache
 from importlib import import_module
 
 from subjects._subject import Subject as Subject
@@ -12,6 +13,7 @@ from subjects._subject import Subject as Subject
 SUBJECTS = ("mlp", "simplenet", "lstm", "transformer", "vit", "resnet50")
 
 
+@cache
 def make_subject(name: str, size: str) -> Subject:
     """A subject in one of its sizes."""
     return import_module(f"subjects.{name}").make(size)

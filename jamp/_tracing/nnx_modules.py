@@ -61,13 +61,10 @@ def unwrap(fn: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
 
 
 def _bound(tree: Any) -> Any:
-    nnx = sys.modules.get("flax.nnx")
-
     def marked(leaf: Any) -> Any:
         return Constant(leaf) if isinstance(leaf, (np.ndarray, np.generic)) else leaf
 
-    is_leaf = partial(is_node, nnx) if nnx else None
-    return jax.tree.map(marked, tree, is_leaf=is_leaf)
+    return jax.tree.map(marked, tree, is_leaf=is_stateful)
 
 
 def prepare(
@@ -172,7 +169,7 @@ def value_and_grad(*arguments: Any) -> Callable[..., Any]:
 
     def is_leaf(node: Any) -> bool:
         # Of an `nnx.State` a call gets the arrays.
-        return isinstance(node, nnx.State) or is_node(nnx, node)
+        return isinstance(node, nnx.State) or is_stateful(node)
 
     found = any(map(is_stateful, jax.tree.leaves(arguments, is_leaf=is_leaf)))
     return nnx.value_and_grad if found else jax.value_and_grad

@@ -177,6 +177,11 @@ def check_floating(name: str, dtype: Any) -> DType:
     return found
 
 
+def output_dtype(dtype: Any) -> DType | None:
+    """The dtype that results are to have; None for that which they were computed in."""
+    return None if dtype is None else check_floating("output_dtype", dtype)
+
+
 def _dtype(name: str, value: Any, wanted: str, known: Sequence[str]) -> DType:
     try:
         found: DType = jax.dtypes.canonicalize_dtype(value)

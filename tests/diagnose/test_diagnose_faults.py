@@ -22,15 +22,7 @@ fault_of = functools.cache(faults.load)
 
 @functools.cache
 def diagnosis_of(name):
-    fault = fault_of(name)
-    diagnose = jamp.diagnose(
-        fault.fn,
-        device_type="gpu",
-        dtype=fault.dtype,
-        loss_scale=fault.loss_scale,
-        progress=False,
-    )
-    return diagnose(*fault.args)
+    return faults.diagnosis_of(fault_of(name))
 
 
 # XLA may leave out roundings to 16 bits unless it is told not to.

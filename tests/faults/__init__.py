@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+import jamp
+
 HERE = Path(__file__).parent
 NAMES = sorted(path.stem for path in HERE.glob("[a-z]*.py"))
 
@@ -36,6 +38,18 @@ class Fault(NamedTuple):
 
 def load(name: str) -> Fault:
     return importlib.import_module(f"{__name__}.{name}").make()
+
+
+def diagnosis_of(fault: Fault) -> jamp.Diagnosis:
+    """What `jamp.diagnose` says of a fault."""
+    diagnose = jamp.diagnose(
+        fault.fn,
+        device_type="gpu",
+        dtype=fault.dtype,
+        loss_scale=fault.loss_scale,
+        progress=False,
+    )
+    return diagnose(*fault.args)
 
 
 def path_of(name: str) -> str:

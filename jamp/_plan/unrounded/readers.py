@@ -165,12 +165,9 @@ def _is_of_numbers(value: Value) -> bool:
 
 def _small(values: Sequence[Value]) -> set[int]:
     """The places of those that have few numbers beside the largest of them."""
-    shapes = [getattr(value.aval, "shape", ()) for value in values]
+    counts = [math.prod(getattr(value.aval, "shape", ())) for value in values]
     # A dimension whose size is not known yet may be of any.
-    sizes = [
-        math.prod(shape) if all(isinstance(n, int) for n in shape) else math.inf
-        for shape in shapes
-    ]
+    sizes = [n if isinstance(n, int) else math.inf for n in counts]
     most = max(sizes, default=0)
     return {p for p, n in enumerate(sizes) if n < math.inf and _FEW * n <= most}
 
