@@ -44,6 +44,7 @@ PROGRAMS: dict[str, Program] = {
     "per_leaf": per_leaf,
     "all_finite (xla)": check_with("xla"),
     "all_finite (triton)": check_with("triton"),
+    "all_finite (mosaic_gpu)": check_with("mosaic_gpu"),
 }
 
 

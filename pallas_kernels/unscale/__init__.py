@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jamp.pallas_kernels.unscale import reference
-from jamp.pallas_kernels.unscale.backends import chosen
+from jamp.pallas_kernels.unscale.backends import chosen, fastest
 from jamp.pallas_kernels.unscale.launches import Request, Results, on_shards
 
 
@@ -29,7 +29,9 @@ def unscale_and_check(
       inv_scale: the inverse of the loss scale, float32[].
       implementation: `'xla'` for plain JAX; `'triton'` or `'mosaic_gpu'` for a Pallas
         kernel, which takes float32, float16 and bfloat16 and leaves the rest to XLA;
-        `'auto'` for what was measured to be the fastest on this kind of device.
+        `'auto'` for what was measured to be the fastest on this kind of device. While
+        a program is traced, that is a kernel which only checks: XLA multiplies where
+        the gradients are used.
 
     Returns:
       The tree unscaled, and a bool[] that is True where a leaf holds an inf or a NaN,
@@ -76,22 +78,36 @@ def _run(
     every = dict(enumerate(leaves))
     inexact = {k: x for k, x in every.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
     numbers = list(inexact.values())
-    module = chosen(implementation, numbers)
-    run = reference.run if module is reference else partial(with_kernel, module)
     scale = jnp.asarray(inv_scale, jnp.float32)
-    if implementation == "auto" and module is not reference:
-        # The default device has the kernel; the program may be for another.
-        unscaled, not_finite = jax.lax.platform_dependent(
-            numbers,
-            scale,
-            cuda=partial(run, request=request),
-            default=partial(reference.run, request=request),
-        )
+    if implementation == "auto":
+        unscaled, not_finite = _fastest(numbers, scale, request)
     else:
+        module = chosen(implementation)
+        run = reference.run if module is reference else partial(with_kernel, module)
         unscaled, not_finite = run(numbers, scale, request)
     # Where nothing was to be unscaled, there are no arrays.
     every.update(zip(inexact, unscaled, strict=False))
     return list(every.values()), not_finite
+
+
+def _fastest(numbers: list[Any], scale: jax.Array, request: Request) -> Results:
+    """What was measured to be the fastest here, for each device of a program."""
+    traced = any(isinstance(x, jax.core.Tracer) for x in (*numbers, scale))
+    # A kernel would write what XLA computes where it is used, and never writes.
+    checks = Request(unscale=request.unscale and not traced)
+    module = fastest(numbers, checks)
+    if module is reference:
+        return reference.run(numbers, scale, request)
+    # The default device has the kernel; the program may be for another.
+    outputs, not_finite = jax.lax.platform_dependent(
+        numbers,
+        scale,
+        cuda=partial(with_kernel, module, request=checks),
+        default=partial(reference.run, request=checks),
+    )
+    if request.unscale and not checks.unscale:
+        outputs = reference.unscaled(numbers, scale)
+    return outputs, not_finite
 
 
 @partial(jax.jit, static_argnums=(0, 3))

@@ -12,21 +12,20 @@ from typing import Any
 import jax
 
 from jamp.pallas_kernels.unscale import reference
+from jamp.pallas_kernels.unscale.launches import Request
 
 # Each is the name of a module beside this one.
 KERNELS = ("triton", "mosaic_gpu")
 IMPLEMENTATIONS = ("auto", "xla", *KERNELS)
 
 
-def chosen(implementation: str, leaves: list[Any]) -> Any:
-    """The module of an implementation for leaves; an error if it can't run here."""
+def chosen(implementation: str) -> Any:
+    """The module of an implementation by name; an error if it can't run here."""
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"unknown implementation {implementation!r}; known are "
             f"{', '.join(IMPLEMENTATIONS)}"
         )
-    if implementation == "auto":
-        implementation = fastest(leaves)
     if implementation == "xla":
         return reference
     if reasons := why_not(implementation):
@@ -69,14 +68,15 @@ def why_not(implementation: str) -> list[str]:
     return reasons
 
 
-def fastest(leaves: list[Any]) -> str:
-    """What was the fastest here for leaves of this size; `'xla'` if not measured."""
+def fastest(leaves: list[Any], request: Request) -> Any:
+    """The module that was the fastest here for leaves of this size, if one was."""
     device = jax.devices()[0]
     if device.platform != "gpu":
-        return "xla"
+        return reference
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-    best = nearest(measured()["fastest"].get(device.device_kind, ()), size)
-    return "xla" if best != "xla" and why_not(best) else best
+    tables = measured()["fastest"].get(device.device_kind, {})
+    best = nearest(tables.get(request.name, ()), size)
+    return reference if best == "xla" or why_not(best) else load(best)
 
 
 def nearest(table: Sequence[tuple[int, str]], size: int) -> str:

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 _DTYPES = [jnp.dtype(dtype) for dtype in ("float32", "float16", "bfloat16")]
 # What a backend answers: the leaves unscaled, none if that was not requested, and a
-# float32[] above zero if one of them then holds an inf or a NaN.
+# float32[] above zero if one of them, unscaled, holds an inf or a NaN.
 Results = tuple[list[jax.Array], jax.Array]
 # Offsets inside a leaf are int32.
 _LARGEST_LEAF = 2**31 - 2**16
@@ -21,8 +21,12 @@ _LARGEST_LEAF = 2**31 - 2**16
 
 @dataclass(frozen=True)
 class Request:
-    unscale: bool = True  # whether to write the leaves unscaled
+    unscale: bool = True  # whether to write the leaves unscaled, not only check them
     interpret: bool = False  # whether to run in interpret mode, on any device
+
+    @property
+    def name(self) -> str:
+        return "unscale_and_check" if self.unscale else "all_finite"
 
 
 @dataclass(frozen=True)

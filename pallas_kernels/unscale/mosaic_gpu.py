@@ -74,8 +74,8 @@ def _kernel(launch: Launch, request: Request) -> Any:
         launch.dispatch(program, read)
         plgpu.barrier_wait(barrier)
         value = tile_ref[...]
+        value = (value.astype(jnp.float32) * scale_ref[0]).astype(value.dtype)
         if request.unscale:
-            value = (value.astype(jnp.float32) * scale_ref[0]).astype(value.dtype)
             tile_ref[...] = value
             plgpu.commit_smem()
             launch.dispatch(program, write)

@@ -11,14 +11,16 @@ from jamp.pallas_kernels.unscale.launches import Request, Results
 
 def run(leaves: Sequence[jax.Array], inv_scale: jax.Array, request: Request) -> Results:
     """Unscales and checks leaves of any shape and inexact dtype."""
-    outputs = []
-    if request.unscale:
-        outputs = [_times(leaf, inv_scale) for leaf in leaves]
+    outputs = unscaled(leaves, inv_scale)
     # What is not finite before is not finite after either: inf * 0 is NaN.
-    read = outputs if request.unscale else leaves
-    not_finite = [~jnp.isfinite(leaf).all() for leaf in read]
+    not_finite = [~jnp.isfinite(leaf).all() for leaf in outputs]
     found = jnp.stack(not_finite).any() if not_finite else jnp.array(False)
-    return outputs, found.astype(jnp.float32)
+    return outputs if request.unscale else [], found.astype(jnp.float32)
+
+
+def unscaled(leaves: Sequence[jax.Array], inv_scale: jax.Array) -> list[jax.Array]:
+    """The leaves times the inverse scale, each in its own dtype."""
+    return [_times(leaf, inv_scale) for leaf in leaves]
 
 
 def _times(leaf: jax.Array, inv_scale: jax.Array) -> jax.Array:

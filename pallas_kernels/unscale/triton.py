@@ -40,7 +40,7 @@ def run(leaves: Sequence[jax.Array], inv_scale: jax.Array, request: Request) -> 
             input_output_aliases={k + 1: k for k in range(len(written))},
             compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
             interpret=request.interpret,
-            name="unscale_and_check" if request.unscale else "all_finite",
+            name=request.name,
         )(inv_scale.reshape(1), *flat)
         return unscaled, found
 
@@ -64,8 +64,8 @@ def _kernel(launch: Launch, request: Request) -> Any:
 
         # Only what differs from leaf to leaf is in the branches.
         value = launch.dispatch(program, read)
+        value = (value.astype(jnp.float32) * scale_ref[0]).astype(value.dtype)
         if request.unscale:
-            value = (value.astype(jnp.float32) * scale_ref[0]).astype(value.dtype)
 
             def write(k: int, tile: Any) -> None:
                 index, inside = place(k, tile)

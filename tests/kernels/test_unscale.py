@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jamp
-from jamp.pallas_kernels import all_finite, unscale_and_check
+from jamp.pallas_kernels import all_finite, unscale, unscale_and_check
 from jamp.pallas_kernels.unscale import backends, reference, with_kernel
 from jamp.pallas_kernels.unscale.launches import Request
 
@@ -66,17 +66,24 @@ def test_what_is_fastest_is_not_chosen_for_a_program_of_another_device(
     kernel, monkeypatch
 ):
     try:
-        backends.load(kernel)
+        module = backends.load(kernel)
     except ImportError as reason:
         pytest.skip(str(reason))
-    monkeypatch.setattr(backends, "fastest", lambda leaves: kernel)
-    monkeypatch.setattr(backends, "why_not", lambda implementation: [])
+    asked = []
+
+    def fastest(leaves, request):
+        asked.append(request.name)
+        return module
+
+    monkeypatch.setattr(unscale, "fastest", fastest)
     grads = {"w": jnp.full((8, 64), 3.0), "b": jnp.array([1.0, jnp.inf])}
-    for run in (unscale_and_check, jax.jit(unscale_and_check)):
+    for run in (unscale_and_check, jax.jit(lambda *args: unscale_and_check(*args))):
         unscaled, found = run(grads, 0.5)
         assert found
         np.testing.assert_array_equal(unscaled["w"], 1.5)
     assert all_finite({"w": grads["w"]})
+    # In a traced program XLA multiplies, where the gradients are used.
+    assert asked == ["unscale_and_check", "all_finite", "all_finite"]
 
 
 def test_the_scaler_finds_what_the_reference_finds():
@@ -244,6 +251,8 @@ def test_leaves_that_no_kernel_takes_are_done_by_xla_in_the_same_call(monkeypatc
 
 
 def test_what_was_measured_names_implementations_by_size():
-    for table in backends.measured()["fastest"].values():
-        assert table == sorted(table)
-        assert {best for _, best in table} <= set(backends.IMPLEMENTATIONS)
+    for tables in backends.measured()["fastest"].values():
+        assert set(tables) == {"unscale_and_check", "all_finite"}
+        for table in tables.values():
+            assert table == sorted(table)
+            assert {best for _, best in table} <= set(backends.IMPLEMENTATIONS)

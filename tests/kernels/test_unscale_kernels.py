@@ -106,6 +106,15 @@ def test_awkward_numbers_come_out_bit_for_bit(kernel, dtype):
     assert_as_reference(kernel, [jax.device_put(numbers)])
 
 
+def test_the_check_alone_finds_what_overflows_when_unscaled(kernel):
+    leaves = filled(SOME())
+    for inv_scale in (1.0, 2.0**126):
+        taken, none, not_finite = run(kernel, leaves, inv_scale, unscale=False)
+        _, found = compiled_reference(taken, jnp.float32(inv_scale), Request())
+        assert none == []
+        assert (not_finite > 0) == (found > 0) == (inv_scale > 1)
+
+
 POISONS = (np.inf, -np.inf, np.nan)
 LEAVES = {"first": 0, "middle": 10, "last": -1}
 

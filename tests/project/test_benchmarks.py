@@ -240,7 +240,8 @@ def test_on_gpus_float16_is_scaled_and_float32_has_two_settings():
     assert [name for name in rivals if rivals[name].scaled] == ["autocast float16"]
     fused = "autocast bfloat16, cuDNN attention"
     assert [name for name in rivals if rivals[name].fused] == [fused]
-    on_gpus = {"autocast float16", "float32 highest", fused}
+    unscaled = "autocast float16, not scaled"
+    on_gpus = {"autocast float16", "float32 highest", fused, unscaled}
     on_cpus = ["memory bfloat16", "both bfloat16"]
     assert rivals.keys() ^ flax_rivals("cpu").keys() == {*on_gpus, *on_cpus}
     subject = make_subject("mlp", "tiny")
@@ -319,20 +320,21 @@ def unscaling(monkeypatch, folder, *options):
     monkeypatch.setattr(unscale, "BYTES_READ", 1 << 20)
     monkeypatch.setattr(unscale_check, "CASES", {"large_and_tiny": TINY})
     monkeypatch.setitem(sys.modules, "torch", None)
-    other = {"Other": [[1, "triton"]]}
+    other = {"Other": {"all_finite": [[1, "triton"]]}}
     path.write_text(
         json.dumps({"environment": None, "fastest": other, "figures": None})
     )
     unscale.main(options)
     written = json.loads(path.read_text())
-    assert written["fastest"]["Other"] == [[1, "triton"]]
+    assert written["fastest"]["Other"] == other["Other"]
     return written
 
 
 def test_unscaling_is_timed_beside_what_other_cards_took(monkeypatch, tmp_path):
     written = unscaling(monkeypatch, tmp_path)
     size = gradient_trees.bytes_of(TINY())
-    assert written["fastest"]["cpu"] == [[size, "xla"]]
+    best = [[size, "xla"]]
+    assert written["fastest"]["cpu"] == {"unscale_and_check": best, "all_finite": best}
     assert written["environment"]["cpu"]["device"] == "cpu"
     figures = written["figures"]["cpu"]
     assert all("NVIDIA GPU" in str(c["cannot_run"]) for c in figures["checks"].values())
@@ -348,7 +350,7 @@ def test_unscaling_is_timed_beside_what_other_cards_took(monkeypatch, tmp_path):
 
 def test_without_time_for_a_program_it_is_a_failure(monkeypatch, tmp_path):
     written = unscaling(monkeypatch, tmp_path, "--budget", "0")
-    assert written["fastest"]["cpu"] == []
+    assert not any(written["fastest"]["cpu"].values())
     for row in written["figures"]["cpu"]["cases"]:
         assert row["failures"]["xla"] == row["failures"]["triton"] == NO_TIME
         assert set(row["seconds"]) == {"copy"}
