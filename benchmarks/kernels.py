@@ -1,4 +1,4 @@
-"""Which kernels a training step's time goes to, on the GPU that is there.
+"""Which kernels a step's time goes to, on the GPU that is there.
 
 Profiles subjects of the step benchmark under several rivals, and adds up the time of
 each operation of the optimized program, by kind and one by one.
@@ -88,6 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--subject", choices=SUBJECTS, nargs="+", default=SUBJECTS)
     parser.add_argument("--rivals", nargs="+", default=RIVALS)
+    parser.add_argument("--mode", choices=("training", "inference"), default="training")
     parser.add_argument("--size", default="gpu")
     parser.add_argument("--text", type=Path, help="a folder for the optimized programs")
     parser.add_argument("--budget", type=float, default=600, help="seconds to wait")
@@ -98,7 +99,7 @@ def main() -> None:
     rivals = flax_rivals("gpu")
     programs = {
         (subject, rival): FlaxProgram(
-            make_subject(subject, arguments.size), rivals[rival], "training"
+            make_subject(subject, arguments.size), rivals[rival], arguments.mode
         )
         for subject in arguments.subject
         for rival in arguments.rivals
@@ -114,7 +115,8 @@ def main() -> None:
                 arguments.text.mkdir(exist_ok=True)
                 name = f"{subject}-{rival.replace(' ', '_')}.txt"
                 (arguments.text / name).write_text(program.text(), "utf-8")
-            write_results("kernels", rows)
+            name = "kernels" if arguments.mode == "training" else "kernels-inference"
+            write_results(name, rows)
     show(rows)
 
 

@@ -123,6 +123,8 @@ class Comparison:
         for rival in filter(self._plan.wants, rivals):
             if rivals[rival].fused and self._made.fused is None:
                 continue
+            if rivals[rival].only_training and self.mode != "training":
+                continue
             self._say(f"tracing {rival}")
             self._attempt(rival, partial(trace, rival))
 

@@ -38,13 +38,11 @@ class Part(NamedTuple):
       arguments: of Python; "{seconds}" stands for the time it has.
       share: of the time that is left when it starts.
       environment: what it needs besides.
-      nice: how far it stands back on the processor.
     """
 
     arguments: tuple[str, ...]
     share: float = 1.0
     environment: Mapping[str, str] = MappingProxyType({})
-    nice: int = 0
 
 
 def benchmark(name: str, *options: str, **how: Any) -> Part:
@@ -60,7 +58,7 @@ PYTEST = ("-m", "pytest", "-v", "-n", WORKERS, "-p", "no:cacheprovider", "--tb=s
 STAGES: dict[str, dict[str, Part]] = {
     "timed": {
         "steps": benchmark("steps", "--rounds", "5", *BUDGET, share=0.7),
-        "unscale": benchmark("unscale", *BUDGET, share=0.7, nice=10),
+        "unscale": benchmark("unscale", *BUDGET, share=0.7),
     },
     "right": {"training": benchmark("training", *BUDGET)},
     "choices": {"layer_sums": benchmark("layer_sums"), "kernels": benchmark("kernels")},
@@ -127,7 +125,6 @@ def begin(part: Part, seconds: float, log: Path) -> subprocess.Popen[Any]:
         stdout=log.open("w", encoding="utf-8"),
         stderr=subprocess.STDOUT,
         start_new_session=True,
-        preexec_fn=lambda: os.nice(part.nice),
     )
 
 

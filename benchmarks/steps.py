@@ -9,8 +9,10 @@ import argparse
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -48,6 +50,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--budget", type=float, help="seconds for everything; default on GPUs: 420")
     add("--figures-only", action="store_true", help="what needs no timing")
     add("--residuals", action="store_true", help="list what autocast saves")
+    add("--waiting", type=Path, help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
     if chosen.size is None:
         chosen.size = default_size()
@@ -97,7 +100,7 @@ def run(chosen: argparse.Namespace, console: Console) -> None:
     plan = Plan(
         rivals=tuple(chosen.rivals),
         rounds=0 if chosen.figures_only else chosen.rounds,
-        jobs=max(1, threads() // 4) if on_gpu() else 1,
+        jobs=max(1, threads() // 2) if on_gpu() else 1,
         least_seconds=GPU_SECONDS if on_gpu() else LEAST_SECONDS,
     )
     end = time.monotonic() + chosen.budget
@@ -117,6 +120,7 @@ def run(chosen: argparse.Namespace, console: Console) -> None:
         for comparison in comparisons:
             comparison.prepare(say(comparison))
         with alone(end) if on_gpu() else nullcontext():
+            end = own_end(chosen, end)
             while comparisons:
                 now = time.monotonic()
                 comparisons[0].deadline = now + (end - now) / len(comparisons)
@@ -130,6 +134,16 @@ def run(chosen: argparse.Namespace, console: Console) -> None:
     if plan.rounds:
         draw(summaries, path.with_suffix(".png"))
     console.print(f"written: {path}")
+
+
+def own_end(chosen: argparse.Namespace, end: float) -> float:
+    """When one of several processes has had its share of what is left."""
+    if chosen.waiting is None:
+        return end
+    for subject in chosen.subject:
+        (chosen.waiting / subject).unlink()
+    now = time.monotonic()
+    return now + (end - now) / (1 + len(list(chosen.waiting.iterdir())))
 
 
 def show(
@@ -154,7 +168,11 @@ def run_in_processes(
     """As `run`, with a process for each subject, of which one at a time measures."""
     # Its processes have started later, and are to end before it.
     end, start = time.monotonic() + chosen.budget, time.time()
-    alike = [*arguments, "--budget", str(max(1.0, chosen.budget - MERGE_SECONDS))]
+    waiting = Path(tempfile.mkdtemp())  # a file for each that has not had its turn
+    for subject in chosen.subject:
+        (waiting / subject).touch()
+    budget = str(max(1.0, chosen.budget - MERGE_SECONDS))
+    alike = [*arguments, "--budget", budget, "--waiting", str(waiting)]
     started = {
         subject: subprocess.Popen(
             [sys.executable, __file__, *alike, "--subject", subject]
@@ -182,6 +200,7 @@ def run_in_processes(
         path = write(chosen, summaries)
     if not chosen.figures_only:
         draw(summaries, path.with_suffix(".png"))
+    shutil.rmtree(waiting)
     for part in parts:
         part.unlink()
         part.with_suffix(".png").unlink(missing_ok=True)

@@ -55,7 +55,11 @@ def load() -> dict[str, Part]:
     from card_checks import operations, programs, scaling, scripts, training_runs
 
     return {
-        **{f"ops_{kind}": operations.part(kind) for kind in operations.KINDS},
+        **{
+            f"{name}_{kind}": operations.part(kind, long=long)
+            for kind in operations.KINDS
+            for name, long in {"long_ops": True, "ops": False}.items()
+        },
         **{f"run_{name}": training_runs.part(name) for name in training_runs.EXAMPLES},
         "scripts": scripts.part,
         "attention": programs.attention,

@@ -14,14 +14,18 @@ KINDS = ("float32", "low")
 THREADS = 6
 Errors = dict[str, Exception]
 
+# Those that take as long to compile as all others together.
+LONG = ("images", "indexing")
 
-def part(kind: str) -> Part:
-    """The cases with arguments of one kind, group by group."""
+
+def part(kind: str, *, long: bool) -> Part:
+    """The cases with arguments of one kind, group by group: the long ones or others."""
 
     def figures(size: str) -> Iterator[Figures]:
         from op_cases import GROUPS
 
-        groups = list(GROUPS)[:1] if size == "tiny" else list(GROUPS)
+        groups = [name for name in GROUPS if (name in LONG) == long]
+        groups = groups[:1] if size == "tiny" else groups
         found: dict[str, Figures] = {}
         with ThreadPoolExecutor(THREADS) as pool:
             futures = {pool.submit(of_group, name, kind): name for name in groups}
@@ -89,7 +93,11 @@ def of_group(group: str, kind: str) -> Figures:
         "compared": len(excesses),
         # The largest share of the tolerance that is taken, of a case that is not off.
         "largest": max((x for x in excesses.values() if x <= 1), default=None),
-        "off": {op: ratio for op, ratio in excesses.items() if not ratio <= 1},
+        "off": {
+            op: {"autocast": ratio, "without_jamp": plain_excess(op, kind, expected)}
+            for op, ratio in excesses.items()
+            if not ratio <= 1
+        },
         "errors": {op: describe(op, inputs[op], error) for op, error in errors.items()},
         "not_compared": [op for op in ops if not BY_OP[op].values],
         "other_products": other_products,
@@ -162,6 +170,16 @@ def excess(op: str, kind: str, program: Any, actual: Any, expected: Any) -> floa
             ratio = np.abs(x.astype(y.dtype) - y).max() / (tolerance * scale)
             ratios.append(float(np.nan_to_num(ratio, nan=np.inf)))
     return max(ratios)
+
+
+def plain_excess(op: str, kind: str, expected: Figures) -> float:
+    """The same of an op as JAX runs it, on float32 arguments."""
+    from torch_parity import BY_OP, arguments
+
+    inputs = arguments(op, "gpu", "float32")
+    with jax.default_matmul_precision("highest"):
+        program = jax.make_jaxpr(BY_OP[op].fn)(*inputs)
+    return excess(op, kind, program, run({op: program}, {op: inputs})[op], expected[op])
 
 
 def describe(op: str, inputs: list[Any], error: Exception) -> Figures:

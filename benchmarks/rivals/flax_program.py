@@ -120,6 +120,14 @@ class FlaxProgram:
             (value, state), grads = differentiate(
                 opt_state, params, state, inputs, targets
             )
+        elif scale := self._rival.constant_scale:
+            value, pull_back, state = jax.vjp(
+                lambda params: loss(params, state, inputs, targets),
+                params,
+                has_aux=True,
+            )
+            grads = pull_back(jnp.full_like(value, scale))[0]
+            grads = jax.tree.map(lambda grad: grad / scale, grads)
         else:
             differentiate = jax.value_and_grad(loss, has_aux=True)
             (value, state), grads = differentiate(params, state, inputs, targets)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import jamp
 
 Function = Callable[..., Any]
+LOW = ("float16", "bfloat16")
 MEMORY = "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
 
 
@@ -26,19 +27,25 @@ class FlaxRival:
       dtype: the `dtype` of the model's modules.
       transform: what is done to the loss, or in inference to the model's application.
       around_model: what is done to the model's application in both.
-      scaled: whether the loss is scaled.
+      scaled: whether the loss is scaled, and the scale follows overflows.
+      constant_scale: what the loss is multiplied by otherwise, unchecked: gradients in
+        16 bits are then the same numbers as with `scaled`, not zeros, which take less
+        of a GPU's power and time.
       precision: of float32 matmuls and convolutions; None is JAX's default.
       scheduler: of XLA on CPUs; None is its default, which runs first what it can.
       fused: whether attention is cuDNN's; only of subjects that have attention.
+      only_training: whether it is left out in inference, where it is like another.
     """
 
     dtype: Any = None
     transform: Callable[[Function], Function] = unchanged
     around_model: Callable[[Function], Function] = unchanged
     scaled: bool = False
+    constant_scale: float | None = None
     precision: str | None = None
     scheduler: str | None = None
     fused: bool = False
+    only_training: bool = False
 
     @property
     def compiler_options(self) -> dict[str, str]:
@@ -77,31 +84,40 @@ def with_jaxamp(fn: Function) -> Function:
 def flax_rivals(platform: str) -> dict[str, FlaxRival]:
     """The rivals on a platform, "cpu" or "gpu", by name, those to compare with first.
 
-    On GPUs there is autocast in both 16-bit dtypes, in float16 with loss scaling, the
-    same with cuDNN's attention, and float32 in both settings of its matmuls; on CPUs
-    autocast with XLA's scheduler that needs the least memory, and autocast of the model
-    that is written by hand.
+    On GPUs there is autocast in both 16-bit dtypes, in float16 with loss scaling, with
+    a constant scale and without, in bfloat16 also with cuDNN's attention, and float32
+    in both settings of its matmuls; on CPUs autocast with XLA's scheduler that needs
+    the least memory, and autocast of the model that is written by hand.
     """
-    rivals = {"float32": FlaxRival()}
-    if platform == "gpu":
-        rivals["autocast float16"] = FlaxRival(
-            transform=jamp.autocast(dtype=jnp.float16), scaled=True
-        )
-    rivals["autocast bfloat16"] = FlaxRival(transform=jamp.autocast(dtype=jnp.bfloat16))
-    if platform == "gpu":
-        rivals["autocast bfloat16, cuDNN attention"] = FlaxRival(
-            transform=jamp.autocast(dtype=jnp.bfloat16), fused=True
-        )
-        rivals["float32 highest"] = FlaxRival(precision="highest")
-    else:
-        rivals["memory bfloat16"] = FlaxRival(
-            transform=jamp.autocast(dtype=jnp.bfloat16), scheduler=MEMORY
-        )
-        rivals["both bfloat16"] = FlaxRival(
-            dtype=jnp.bfloat16, transform=jamp.autocast(dtype=jnp.bfloat16)
-        )
-    return rivals | {
-        "by hand bfloat16": FlaxRival(dtype=jnp.bfloat16),
+    autocast = {dtype: FlaxRival(transform=jamp.autocast(dtype=dtype)) for dtype in LOW}
+    by_hand = {"by hand bfloat16": FlaxRival(dtype=jnp.bfloat16)}
+    others = {
         "jmp bfloat16": FlaxRival(around_model=with_jmp),
         "jaxamp bfloat16": FlaxRival(transform=with_jaxamp),
+    }
+    if platform == "gpu":
+        return {
+            "float32": FlaxRival(),
+            "autocast float16": replace(autocast["float16"], scaled=True),
+            "autocast bfloat16": autocast["bfloat16"],
+            **by_hand,
+            "float32 highest": FlaxRival(precision="highest"),
+            "autocast bfloat16, cuDNN attention": replace(
+                autocast["bfloat16"], fused=True
+            ),
+            "autocast float16, constant scale": replace(
+                autocast["float16"], constant_scale=2.0**16, only_training=True
+            ),
+            "autocast float16, not scaled": replace(
+                autocast["float16"], only_training=True
+            ),
+            **others,
+        }
+    return {
+        "float32": FlaxRival(),
+        "autocast bfloat16": autocast["bfloat16"],
+        "memory bfloat16": replace(autocast["bfloat16"], scheduler=MEMORY),
+        "both bfloat16": replace(autocast["bfloat16"], dtype=jnp.bfloat16),
+        **by_hand,
+        **others,
     }

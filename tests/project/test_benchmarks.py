@@ -240,12 +240,12 @@ def test_on_gpus_float16_is_scaled_and_float32_has_two_settings():
     assert [name for name in rivals if rivals[name].scaled] == ["autocast float16"]
     fused = "autocast bfloat16, cuDNN attention"
     assert [name for name in rivals if rivals[name].fused] == [fused]
-    unscaled = "autocast float16, not scaled"
-    on_gpus = {"autocast float16", "float32 highest", fused, unscaled}
+    others = {f"autocast float16, {how}" for how in ("constant scale", "not scaled")}
+    on_gpus = {"autocast float16", "float32 highest", fused, *others}
     on_cpus = ["memory bfloat16", "both bfloat16"]
     assert rivals.keys() ^ flax_rivals("cpu").keys() == {*on_gpus, *on_cpus}
     subject = make_subject("mlp", "tiny")
-    for name in ("autocast float16", "float32 highest"):
+    for name in ("autocast float16", "float32 highest", *others):
         program = FlaxProgram(subject, rivals[name], "training")
         program.compile()
         loss = after_one_step(program, jax.jit(subject.init)())
