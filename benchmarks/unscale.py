@@ -102,7 +102,7 @@ def add_programs(programs: Programs, trees: Cases, leaves: Cases) -> None:
     def time(rivals: Sequence[str], cases: Cases) -> None:
         for case, tree in cases.items():
             for rival in rivals:
-                program = loop(PROGRAMS[rival], repeats(tree))
+                program = loop(PROGRAMS[rival], repeats(tree), at_once(tree))
                 shapes = (list(tree.values()), SCALE)
                 programs.add(("time", rival, case), program, *shapes, donate=0)
 
@@ -120,11 +120,17 @@ def add_programs(programs: Programs, trees: Cases, leaves: Cases) -> None:
     check("mosaic_gpu", [case for case in checked if case not in small])
 
 
+def at_once(tree: gradient_trees.Tree) -> int:
+    """How many repeats are compiled: of many leaves, each takes seconds."""
+    return min(16, max(2, 64 // len(tree)))
+
+
 def repeats(tree: gradient_trees.Tree) -> int:
     """How often a call runs a program on a tree."""
     # A launch for each leaf takes about as long as a MiB.
     size = max(gradient_trees.bytes_of(tree), len(tree) << 20)
-    return max(3, min(1000, BYTES_READ // size))
+    rounds = max(3, min(1000, BYTES_READ // size)) // at_once(tree)
+    return max(1, rounds) * at_once(tree)
 
 
 def run(

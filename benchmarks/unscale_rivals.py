@@ -48,18 +48,26 @@ PROGRAMS: dict[str, Program] = {
 }
 
 
-def loop(program: Program, repeats: int) -> Program:
-    """The program repeated on the device, so that no host stands between two calls."""
+def loop(program: Program, repeats: int, at_once: int = 1) -> Program:
+    """The program repeated on the device, so that no host stands between two calls.
+
+    A loop takes some launches of its own: a round of it has `at_once` repeats.
+    """
 
     def repeated(leaves: Leaves, inv_scale: jax.Array) -> tuple[Leaves, jax.Array]:
         def body(_: Any, carry: Any) -> Any:
-            # What only reads the leaves would give the same every time, and could be
-            # taken out of the loop.
-            leaves, found = jax.lax.optimization_barrier(carry)
-            leaves, more = program(list(leaves), inv_scale)
-            return leaves, found | more
+            leaves, found = carry
+            more = []
+            for _ in range(at_once):
+                # What only reads the leaves would give the same every time, and could
+                # be taken out of the loop.
+                leaves, found = jax.lax.optimization_barrier((leaves, found))
+                leaves, one = program(list(leaves), inv_scale)
+                more.append(one)
+            return leaves, found | jnp.stack(more).any()
 
-        return jax.lax.fori_loop(0, repeats, body, (leaves, jnp.array(False)))
+        rounds = repeats // at_once
+        return jax.lax.fori_loop(0, rounds, body, (leaves, jnp.array(False)))
 
     return repeated
 
