@@ -17,6 +17,7 @@ from jamp.pallas_kernels.unscale.launches import Request
 # Each is the name of a module beside this one.
 KERNELS = ("triton", "mosaic_gpu")
 IMPLEMENTATIONS = ("auto", "xla", *KERNELS)
+_TRITON_ENDS = "The Pallas Triton backend is deprecated"
 
 
 def chosen(implementation: str) -> Any:
@@ -53,7 +54,7 @@ def why_not(implementation: str) -> list[str]:
     except ImportError as error:
         reasons.append(f"JAX {jax.__version__} lacks what it takes ({error})")
         module = None
-    device = jax.devices()[0]
+    device = default_device()
     if device.platform != "gpu":
         reasons.append(f"it needs an NVIDIA GPU, and the default device is {device}")
         return reasons
@@ -68,15 +69,25 @@ def why_not(implementation: str) -> list[str]:
     return reasons
 
 
+def default_device() -> jax.Device:
+    chosen = getattr(jax.config, "jax_default_device", None)
+    return chosen if isinstance(chosen, jax.Device) else jax.devices(chosen)[0]
+
+
 def fastest(leaves: list[Any], request: Request) -> Any:
     """The module that was the fastest here for leaves of this size, if one was."""
-    device = jax.devices()[0]
-    if device.platform != "gpu":
-        return reference
+    device = default_device()
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    # Of symbolic shapes it is not known.
+    if device.platform != "gpu" or not isinstance(size, int):
+        return reference
     tables = measured()["fastest"].get(device.device_kind, {})
     best = nearest(tables.get(request.name, ()), size)
-    return reference if best == "xla" or why_not(best) else load(best)
+    if best == "xla" or why_not(best):
+        return reference
+    # Where it is compiled, JAX announces the end of a backend that nobody asked for.
+    warnings.filterwarnings("ignore", _TRITON_ENDS, DeprecationWarning)
+    return load(best)
 
 
 def nearest(table: Sequence[tuple[int, str]], size: int) -> str:

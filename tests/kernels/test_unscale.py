@@ -1,6 +1,8 @@
 """Unscaling at its public surface: choice of a kernel, dtypes, donation, shards."""
 
 import contextlib
+import warnings
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -84,6 +86,61 @@ def test_what_is_fastest_is_not_chosen_for_a_program_of_another_device(
     assert all_finite({"w": grads["w"]})
     # In a traced program XLA multiplies, where the gradients are used.
     assert asked == ["unscale_and_check", "all_finite", "all_finite"]
+
+
+@pytest.fixture
+def measured_card(monkeypatch):
+    """A card that is the default device, and of which Triton is the fastest."""
+    card, cpus = SimpleNamespace(platform="gpu", device_kind="A Card"), jax.devices()
+    tables = {"unscale_and_check": [[1, "triton"]], "all_finite": [[1, "triton"]]}
+    known = {"fastest": {"A Card": tables}}
+    monkeypatch.setattr(backends, "measured", lambda: known)
+    monkeypatch.setattr(backends, "why_not", lambda implementation: [])
+    monkeypatch.setattr(
+        backends.jax, "devices", lambda platform=None: cpus if platform else [card]
+    )
+
+
+@pytest.mark.usefixtures("measured_card")
+def test_what_was_the_fastest_is_in_programs_for_gpus_and_compiles_without_a_warning():
+    def step(grads):
+        unscaled, found = unscale_and_check(grads, 0.5)
+        return unscaled, found
+
+    traced = jax.jit(step).trace({"w": jnp.ones((300, 64))})
+    assert "all_finite" in str(traced.jaxpr)  # and XLA unscales
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        traced = jax.jit(step).trace({"w": jnp.ones((300, 65))})
+        try:
+            traced.lower(lowering_platforms=("cuda",))
+        except RuntimeError as error:
+            # From JAX 0.11 on it asks for the GPU, after it would have warned.
+            assert "No supported GPU" in str(error)
+        elsewhere = traced.lower(lowering_platforms=("cpu",)).as_text()
+    assert "all_finite" not in elsewhere
+
+
+@pytest.mark.usefixtures("measured_card")
+@pytest.mark.parametrize("device", ["cpu", jax.devices("cpu")[0]], ids=str)
+def test_a_program_traced_for_another_device_is_exported_without_a_kernel(device):
+    step = jax.jit(lambda grads: unscale_and_check(grads, 0.5))
+    with jax.default_device(device):
+        exported = jax.export.export(step, platforms=["cpu", "cuda"])(jnp.ones((8, 64)))
+    unscaled, found = jax.export.deserialize(exported.serialize()).call(
+        jnp.full((8, 64), 3.0)
+    )
+    np.testing.assert_array_equal(unscaled, 1.5)
+    assert not found
+
+
+@pytest.mark.usefixtures("measured_card")
+def test_gradients_of_symbolic_sizes_are_unscaled_by_xla():
+    step = jax.jit(lambda grads: unscale_and_check(grads, 0.5))
+    shape = jax.export.symbolic_shape("rows, 64")
+    leaf = jax.ShapeDtypeStruct(shape, jnp.float32)
+    exported = jax.export.export(step, platforms=["cuda"])(leaf)
+    assert "all_finite" not in exported.mlir_module()
 
 
 def test_the_scaler_finds_what_the_reference_finds():
