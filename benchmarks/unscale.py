@@ -7,13 +7,13 @@ a GPU, `--programs` compiles for an H200 and counts the kernels that a program b
 
 import argparse
 import faulthandler
-import functools
 import json
 import math
 import os
 import statistics
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,6 @@ ROUNDS, FEWEST_ROUNDS = 7, 3
 HANGS_SECONDS = 120  # after which a step of it has to be taken for hung
 # What has to be won over XLA to be worth a kernel.
 MARGIN = 1.02
-CHECK = "all_finite ({})"
 
 Cases = dict[str, gradient_trees.Tree]
 
@@ -122,7 +121,8 @@ def add_programs(programs: Programs, trees: Cases, leaves: Cases) -> None:
 
 def at_once(tree: gradient_trees.Tree) -> int:
     """How many repeats are compiled: of many leaves, each takes seconds."""
-    return min(16, max(2, 64 // len(tree)))
+    most = max(2, BYTES_READ // gradient_trees.bytes_of(tree))
+    return min(16, max(2, 64 // len(tree)), most)
 
 
 def repeats(tree: gradient_trees.Tree) -> int:
@@ -183,7 +183,7 @@ def measure(
     size, times = gradient_trees.bytes_of(tree), repeats(tree)
     compiling = programs.compiling()
     state = State(tree, numbers)
-    torch = functools.cache(lambda: TorchFused(tree, times))
+    torch = cache(lambda: TorchFused(tree, times))
     rivals: dict[str, Callable[[], Callable[[], float]]] = {
         rival: lambda rival=rival: timed(
             programs.get(("time", rival, name)), state, times
@@ -209,22 +209,36 @@ def take_turns(
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
     """The seconds of all rounds by rival, and what failed instead."""
     calls: dict[str, Callable[[], float]] = {}
-    failures = {}
-    for name, make in rivals.items():
+    seconds: dict[str, list[float]] = {}
+    failures: dict[str, str] = {}
+
+    def attempt(name: str, action: Callable[[], None]) -> None:
         try:
-            call = make()
-            call()
-            calls[name] = call
+            action()
         except Exception as error:  # noqa: BLE001 - one rival's failure is a result
             message = next(iter(str(error).splitlines()), "")
             failures[name] = f"{type(error).__name__}: {message}"
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
+            calls.pop(name, None)
+            seconds.pop(name, None)
+
+    def start(name: str) -> None:
+        call = rivals[name]()
+        call()
+        calls[name], seconds[name] = call, []
+
+    def clock(name: str) -> None:
+        taken = calls[name]()
+        if taken > 0:  # a difference of two times need not be
+            seconds[name].append(taken)
+
+    for name in rivals:
+        attempt(name, partial(start, name))
     for number in range(ROUNDS):
         if number >= FEWEST_ROUNDS and not budget.left():
             break
-        for name, call in calls.items():
-            seconds[name].append(call())
-    return seconds, failures
+        for name in list(calls):
+            attempt(name, partial(clock, name))
+    return {name: times for name, times in seconds.items() if times}, failures
 
 
 def shares(size: int, seconds: dict[str, list[float]]) -> dict[str, Any]:
@@ -249,38 +263,32 @@ def shares(size: int, seconds: dict[str, list[float]]) -> dict[str, Any]:
 def save(figures: dict[str, Any], trees: Cases, card: str) -> None:
     """Writes this card's figures, and what is the fastest, beside those of others."""
     rows = [row for row in figures["cases"] if row["case"] in trees]
-    fastest = {
-        what: sorted(
-            (row["bytes"], best)
-            for row in rows
-            if (best := best_of(row["seconds"], name, figures["checks"]))
-        )
-        for what, name in {"unscale_and_check": "{}", "all_finite": CHECK}.items()
-    }
+    best = [
+        (row["bytes"], best_check(row["seconds"], figures["checks"])) for row in rows
+    ]
+    # Of some trees alone it would be taken for the others.
+    known = len(rows) == len(trees) and all(name for _, name in best)
     before = json.loads(MEASURED.read_text(encoding="utf-8"))
     here = {
         "environment": environment(),
-        "fastest": fastest,
+        "fastest": sorted(best) if known else [],
         "figures": figures,
     }
     content = {key: {**(before[key] or {}), card: here[key]} for key in here}
     write_json(MEASURED, content)
 
 
-def best_of(seconds: dict[str, float], name: str, checks: Any) -> str | None:
-    """The fastest implementation, of rivals of some name; None without XLA's time.
+def best_check(seconds: dict[str, float], checks: Any) -> str | None:
+    """The implementation that checked the fastest; None without XLA's time.
 
     A kernel that differs from the reference anywhere is never chosen, nor one of which
     it is not known.
     """
     its = {
-        implementation: seconds[name.format(implementation)]
-        for implementation in backends.IMPLEMENTATIONS
-        if name.format(implementation) in seconds
-        and (
-            implementation == "xla"
-            or unscale_check.passed(checks.get(implementation, {}))
-        )
+        name: seconds[f"all_finite ({name})"]
+        for name in backends.IMPLEMENTATIONS
+        if f"all_finite ({name})" in seconds
+        and (name == "xla" or unscale_check.passed(checks.get(name, {})))
     }
     if "xla" not in its:
         return None

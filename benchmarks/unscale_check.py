@@ -20,7 +20,7 @@ CASES = {
     "resnet50": gradient_trees.resnet50,
     "gpt2": gradient_trees.gpt2,
 }
-# As they come, as a gradient of a loss scaled by 65536, and one that overflows.
+# As they come, of a loss scaled by 65536 and by no power of two, and some overflow.
 INV_SCALES = (1.0, 2.0**-16, 1 / 1536, 2.0**20)
 POISONS = (np.inf, -np.inf, np.nan)
 # The share of a budget after which nothing is compared any more.

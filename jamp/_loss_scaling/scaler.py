@@ -172,7 +172,7 @@ class GradScaler:
     @_takes_state("unscale(state, grads)")
     @as_written
     def unscale(self, state: ScalerState, grads: Any) -> tuple[Any, jax.Array]:
-        """Divides gradients by the scale, in one pass with the check for overflows.
+        """Divides gradients by the scale, and checks them for overflows.
 
         Args:
           state: the scaler's state.

@@ -1,4 +1,4 @@
-"""Unscaling of gradients and the check whether all of them are finite, in one pass."""
+"""Unscaling of gradients, and the check whether all of them are finite."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -19,8 +19,7 @@ def unscale_and_check(
 ) -> tuple[Any, jax.Array]:
     """Multiplies every gradient by the inverse of the loss scale and checks them all.
 
-    Each gradient is read once and written once, in place where its buffer is free to be
-    overwritten. Sharded arrays keep their shardings, and only what was found crosses
+    Sharded arrays keep their shardings, and only what was found crosses
     devices; inside `jax.shard_map` it is what the device's own shards hold.
 
     Args:
@@ -28,10 +27,11 @@ def unscale_and_check(
         float32 and rounded back to their dtype; others pass through.
       inv_scale: the inverse of the loss scale, float32[].
       implementation: `'xla'` for plain JAX; `'triton'` or `'mosaic_gpu'` for a Pallas
-        kernel, which takes float32, float16 and bfloat16 and leaves the rest to XLA;
-        `'auto'` for what was measured to be the fastest on this kind of device. While
-        a program is traced, that is a kernel which only checks: XLA multiplies where
-        the gradients are used.
+        kernel, which takes float32, float16 and bfloat16, leaves the rest to XLA, and
+        reads and writes each gradient once, in place where its buffer is free to be
+        overwritten. `'auto'` only checks with a kernel, that which was measured to be
+        the fastest on this kind of device, if one was: XLA multiplies where the
+        gradients are used, and need not write them.
 
     Returns:
       The tree unscaled, and a bool[] that is True where a leaf holds an inf or a NaN,
@@ -79,35 +79,33 @@ def _run(
     inexact = {k: x for k, x in every.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
     numbers = list(inexact.values())
     scale = jnp.asarray(inv_scale, jnp.float32)
-    if implementation == "auto":
-        unscaled, not_finite = _fastest(numbers, scale, request)
+    auto = implementation == "auto"
+    module = fastest(numbers) if auto else chosen(implementation)
+    if module is reference:
+        unscaled, not_finite = reference.run(numbers, scale, request)
+    elif auto:
+        unscaled, not_finite = _checked_with(module, numbers, scale, request.unscale)
     else:
-        module = chosen(implementation)
-        run = reference.run if module is reference else partial(with_kernel, module)
-        unscaled, not_finite = run(numbers, scale, request)
+        unscaled, not_finite = with_kernel(module, numbers, scale, request)
     # Where nothing was to be unscaled, there are no arrays.
     every.update(zip(inexact, unscaled, strict=False))
     return list(every.values()), not_finite
 
 
-def _fastest(numbers: list[Any], scale: jax.Array, request: Request) -> Results:
-    """What was measured to be the fastest here, for each device of a program."""
-    traced = any(isinstance(x, jax.core.Tracer) for x in (*numbers, scale))
-    # A kernel would write what XLA computes where it is used, and never writes.
-    checks = Request(unscale=request.unscale and not traced)
-    module = fastest(numbers, checks)
-    if module is reference:
-        return reference.run(numbers, scale, request)
+@partial(jax.jit, static_argnums=(0, 3), inline=True)
+def _checked_with(
+    module: Any, leaves: Sequence[jax.Array], inv_scale: jax.Array, unscale: bool
+) -> Results:
+    """Checks with a kernel, and multiplies without."""
+    check = Request(unscale=False)
     # The default device has the kernel; the program may be for another.
-    outputs, not_finite = jax.lax.platform_dependent(
-        numbers,
-        scale,
-        cuda=partial(with_kernel, module, request=checks),
-        default=partial(reference.run, request=checks),
+    _, not_finite = jax.lax.platform_dependent(
+        leaves,
+        inv_scale,
+        cuda=partial(with_kernel, module, request=check),
+        default=partial(reference.run, request=check),
     )
-    if request.unscale and not checks.unscale:
-        outputs = reference.unscaled(numbers, scale)
-    return outputs, not_finite
+    return reference.unscaled(leaves, inv_scale) if unscale else [], not_finite
 
 
 @partial(jax.jit, static_argnums=(0, 3))

@@ -24,10 +24,6 @@ class Request:
     unscale: bool = True  # whether to write the leaves unscaled, not only check them
     interpret: bool = False  # whether to run in interpret mode, on any device
 
-    @property
-    def name(self) -> str:
-        return "unscale_and_check" if self.unscale else "all_finite"
-
 
 @dataclass(frozen=True)
 class Launch:

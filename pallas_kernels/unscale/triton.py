@@ -40,7 +40,7 @@ def run(leaves: Sequence[jax.Array], inv_scale: jax.Array, request: Request) -> 
             input_output_aliases={k + 1: k for k in range(len(written))},
             compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
             interpret=request.interpret,
-            name=request.name,
+            name="unscale_and_check" if request.unscale else "all_finite",
         )(inv_scale.reshape(1), *flat)
         return unscaled, found
 

@@ -71,29 +71,20 @@ def test_what_is_fastest_is_not_chosen_for_a_program_of_another_device(
         module = backends.load(kernel)
     except ImportError as reason:
         pytest.skip(str(reason))
-    asked = []
-
-    def fastest(leaves, request):
-        asked.append(request.name)
-        return module
-
-    monkeypatch.setattr(unscale, "fastest", fastest)
+    monkeypatch.setattr(unscale, "fastest", lambda leaves: module)
     grads = {"w": jnp.full((8, 64), 3.0), "b": jnp.array([1.0, jnp.inf])}
     for run in (unscale_and_check, jax.jit(lambda *args: unscale_and_check(*args))):
         unscaled, found = run(grads, 0.5)
         assert found
         np.testing.assert_array_equal(unscaled["w"], 1.5)
     assert all_finite({"w": grads["w"]})
-    # In a traced program XLA multiplies, where the gradients are used.
-    assert asked == ["unscale_and_check", "all_finite", "all_finite"]
 
 
 @pytest.fixture
 def measured_card(monkeypatch):
     """A card that is the default device, and of which Triton is the fastest."""
     card, cpus = SimpleNamespace(platform="gpu", device_kind="A Card"), jax.devices()
-    tables = {"unscale_and_check": [[1, "triton"]], "all_finite": [[1, "triton"]]}
-    known = {"fastest": {"A Card": tables}}
+    known = {"fastest": {"A Card": [[1, "triton"]]}}
     monkeypatch.setattr(backends, "measured", lambda: known)
     monkeypatch.setattr(backends, "why_not", lambda implementation: [])
     monkeypatch.setattr(
@@ -308,8 +299,6 @@ def test_leaves_that_no_kernel_takes_are_done_by_xla_in_the_same_call(monkeypatc
 
 
 def test_what_was_measured_names_implementations_by_size():
-    for tables in backends.measured()["fastest"].values():
-        assert set(tables) == {"unscale_and_check", "all_finite"}
-        for table in tables.values():
-            assert table == sorted(table)
-            assert {best for _, best in table} <= set(backends.IMPLEMENTATIONS)
+    for table in backends.measured()["fastest"].values():
+        assert table == sorted(table)
+        assert {best for _, best in table} <= set(backends.IMPLEMENTATIONS)
