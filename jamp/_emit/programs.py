@@ -25,6 +25,8 @@ from jamp._plan.plan import Structural
 def emit_jit(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
     params, (plan,) = action.eqn.params, action.plans
     taken, wide = action.parted(arrays)
+    # The casts that are shared come last, and are no inputs of the plan.
+    varying = [place for place in emitter.varying if place < len(taken)]
     # Every parameter that holds an entry per input needs one for the casts too.
     casts = *action.slots, *action.shared
     shardings, layouts = (
@@ -34,7 +36,7 @@ def emit_jit(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
     return bind(
         action.eqn,
         arrays,
-        jaxpr=emitter.closed(plan, taken, varying=emitter.varying, wide=wide),
+        jaxpr=emitter.closed(plan, taken, varying=varying, wide=wide),
         in_shardings=shardings,
         in_layouts=layouts,
         donated_invars=(*params["donated_invars"], *(False for _ in casts)),

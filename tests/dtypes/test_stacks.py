@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jaxprs import equations
@@ -26,6 +27,9 @@ def arrays():
         rng.standard_normal((LENGTH, 3, SIZE)),
     )
     return jnp.float32(weights / 2), jnp.float32(xs)
+
+
+TRUST_RATIO = optax.scale_by_trust_ratio()
 
 
 @jax.jit
@@ -52,6 +56,10 @@ STEPS = {
     "einsum": lambda w, state, x: (jnp.einsum("ij,jk->ik", state, w) + x, None),
     "a convolution": lambda w, state, x: (
         state + lax.conv(x[:, None], w[:1, None], (1,), "SAME")[:, 0],
+        None,
+    ),
+    "jitted functions that share a cast": lambda w, state, x: (
+        state - TRUST_RATIO.update(x @ w, optax.EmptyState(), state)[0],
         None,
     ),
     "a jitted function": lambda w, state, x: (jitted_cell(w, state, x), None),
