@@ -41,7 +41,8 @@ def metrics(
         `jamp.DynamicLossScalingState`: what the updates so far have found. A
         `ScalerState` does not know them, and gives none;
       - `grad_norm`, float32, if there are `grads`: the norm of the unscaled gradients,
-        inf or NaN where one of them is: where this step will be skipped.
+        inf or NaN where one of them is, where this step will be skipped, or where
+        float32 does not hold it.
 
     Raises:
       ScalerError: `opt_state` holds no loss scale, or several, or `axis_name` names no

@@ -158,12 +158,11 @@ class GradScaler:
             any other floating array keeps its dtype, integers become float32.
 
         Raises:
-          ScalerTypeError: a leaf is no number, or the state is left out.
+          ScalerTypeError: a leaf is no number, or the state or the loss is left out.
         """
-        given = outputs is not None or not isinstance(state, ScalerState)
-        torch_calls.check_state(
-            ScalerState, state if given else None, "scale(state, loss)"
-        )
+        torch_calls.check_state(ScalerState, state, "scale(state, loss)")
+        hint = "there is no loss: scale(state, loss) takes two, and a function that"
+        expect(outputs is not None, outputs, f"{hint} computes one has to return it;")
         if not self.enabled:
             return outputs
         return arguments.scaled(state.scale, outputs)

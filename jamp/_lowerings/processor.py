@@ -72,7 +72,7 @@ class Processor(NamedTuple):
 
         None if it is not known.
         """
-        if self.features is None:
+        if self.features is None or not _OF_ARM.isdisjoint(self.features):
             return None
         return bool(self.instructions) and not self.is_held_back
 
@@ -91,20 +91,22 @@ def warn_if_slow(dtype: DType) -> None:
         return
     processor = this_processor()
     if dtype == FLOAT16 and processor.has_fast_products:
-        lacks = (
-            "products of float16 in XLA: autocast saves no time with it. bfloat16 is "
-            "the dtype for CPUs"
+        text = (
+            "this processor multiplies float16 no faster than float32 in XLA: autocast "
+            "saves no time with it. bfloat16 is the dtype for CPUs"
         )
     elif processor.gains is False:
         what = "16-bit products" if dtype == FLOAT16 else "bfloat16"
-        which = "AVX512-BF16 or AMX"
+        problem = f"this processor has no instructions for {what} (AVX512-BF16 or AMX)"
         if processor.is_held_back:
-            which = "AMX; its AVX512-BF16 is as slow as float32"
-        lacks = (
-            f"{what} ({which}): autocast saves time in convolutions at most. "
+            problem = (
+                "this processor multiplies 16 bits no faster than float32 "
+                "(AVX512-BF16; its AMX is hidden)"
+            )
+        text = (
+            f"{problem}: autocast saves time in convolutions at most. "
             "jamp.autocast(fn, enabled=False) runs fn as written"
         )
     else:
         return
-    text = f"this processor has no instructions for {lacks}"
     warnings.warn(text, JampWarning, stacklevel=users_level())

@@ -90,6 +90,12 @@ def test_a_flag_that_is_a_scale_or_gradients_is_refused(flag):
     assert GradScaler().update(state_of(8.0), np.int32(1)).scale == 4.0
 
 
+def test_a_loss_that_is_missing_is_said_to_be():
+    for given in ((), (None,)):
+        with pytest.raises(ScalerTypeError, match="there is no loss.* has to return it"):
+            GradScaler().scale(state_of(8.0), *given)
+
+
 def test_loading_into_a_scaler_that_is_there_says_that_it_returns_one():
     with pytest.raises(ScalerTypeError, match=r"scaler, state = .*load_state_dict"):
         GradScaler().load_state_dict(SAVED)

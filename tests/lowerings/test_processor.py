@@ -30,7 +30,8 @@ IN_FLOAT32 = "algorithm = <lhs_precision_type = f32, rhs_precision_type = f32"
         (HELD_BACK.replace(" avx512_fp16", ""), True),
         (HELD_BACK.replace("avx512f", "amx_bf16 amx_tile"), True),
         (OLD.replace("avx512f", "amx_bf16 amx_tile"), True),
-        ("Features\t: fp asimd bf16 i8mm\n", True),
+        # Nobody has measured what XLA makes of them.
+        ("Features\t: fp asimd bf16 i8mm\n", None),
         ("Features\t: fp asimd\n", False),
         ("", None),
     ],
@@ -68,9 +69,7 @@ def test_the_warning_names_what_is_asked_for_and_the_users_line_in_jit(dtype, wo
 def test_float16_on_a_processor_for_bfloat16_is_warned_of_once(choose_processor):
     choose_processor("avx512_bf16")
     fn = jamp.autocast(jnp.matmul, dtype=jnp.float16, device_type="cpu")
-    with pytest.warns(
-        jamp.JampWarning, match="products of float16.* bfloat16"
-    ) as caught:
+    with pytest.warns(jamp.JampWarning, match="float16 no faster.* bfloat16") as caught:
         fn(X, X)
         jax.jit(fn)(X, X)
     assert [warning.filename for warning in caught] == [__file__]

@@ -25,7 +25,7 @@ def main() -> None:
     )
     parser.add_argument("--write", action="store_true", help=f"write {UNSAFE.name}")
     options = parser.parse_args()
-    warnings.filterwarnings("ignore", "this processor has no instructions")
+    warnings.filterwarnings("ignore", "this processor (has no instructions|multiplies)")
     # What makes a small program fast takes longer than running it a few times.
     jax.config.update("jax_disable_most_optimizations", True)
     policies = tuple(options.policy or LOW)
