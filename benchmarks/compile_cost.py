@@ -8,7 +8,6 @@ pairs.
 from typing import Any
 
 import jax
-from measuring import medians_of_pairs
 from results_file import write_results
 from rich.console import Console
 from rich.progress import track
@@ -17,6 +16,7 @@ from rivals.flax_program import FlaxProgram
 from rivals.flax_rivals import FlaxRival
 from steps import MODES, default_size
 from subjects import SUBJECTS, make_subject
+from timing import medians_of_pairs
 
 import jamp
 

@@ -16,13 +16,14 @@ from typing import Any
 
 import jax
 from alone import alone, gpu
-from measuring import initial_variables, threads
+from measuring import initial_variables
 from results_file import write_results
 from rich.console import Console
 from rich.table import Table
 from rivals.flax_program import FlaxProgram
 from rivals.flax_rivals import flax_rivals
 from subjects import SUBJECTS, make_subject
+from timing import threads
 
 # The kernels of a CUDA graph have no names of operations.
 FLAGS = "--xla_gpu_enable_command_buffer="

@@ -16,7 +16,6 @@ from operator import truediv
 from typing import Any
 
 import jax
-from measuring import seconds_of_call
 from results_file import write_results
 from rich.console import Console
 from rich.progress import track
@@ -25,6 +24,7 @@ from rivals.flax_program import FlaxProgram
 from rivals.flax_rivals import FlaxRival
 from steps import default_size
 from subjects import SUBJECTS, make_subject
+from timing import seconds_of_call
 
 import jamp
 

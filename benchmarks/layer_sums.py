@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 from alone import alone
 from jax import lax
-from measuring import time_pairs
 from results_file import write_results
 from rich.console import Console
 from rich.table import Table
+from timing import time_pairs
 
 # Rows, features that come in and features that go out.
 LAYERS = {

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from measuring import time_pairs
 from results_file import write_results
 from rich.console import Console
 from rich.table import Table
+from timing import time_pairs
 
 import jamp
 

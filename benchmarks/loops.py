@@ -15,10 +15,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
-from measuring import time_pairs
 from results_file import write_results
 from rich.console import Console
 from rich.table import Table
+from timing import time_pairs
 
 import jamp
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from measuring import time_pairs
 from results_file import write_results
 from rich.console import Console
 from rich.table import Table
+from timing import time_pairs
 
 import jamp
 

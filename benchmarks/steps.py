@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 from alone import alone
-from measuring import BASELINE, LEAST_SECONDS, Comparison, Plan, threads
+from measuring import BASELINE, Comparison, Plan
 from program_figures import lines
 from results_file import results_path, write_results
 from rich.console import Console
@@ -29,13 +29,14 @@ from rich.progress import Progress
 from rich.table import Table
 from step_summary import draw, errors, summarise, table
 from subjects import SUBJECTS
+from timing import LEAST_SECONDS, threads
 
 MODES = ("training", "inference")
 ROUNDS = 7
 GPU_BUDGET = 420.0
 MERGE_SECONDS = 15.0  # of a budget, to end what still runs and to write
-# Of one reading of the clock: on a GPU the first step of a reading records its launches
-# anew, as the buffers are others than those of the step before.
+# Of one reading of the clock: on a GPU the first step of a reading records its CUDA
+# graphs anew, as its buffers are new, which is to weigh little.
 GPU_SECONDS = 0.1
 
 

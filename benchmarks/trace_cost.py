@@ -17,11 +17,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from measuring import medians_of_pairs
 from results_file import write_results
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from timing import medians_of_pairs
 
 import jamp
 

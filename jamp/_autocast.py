@@ -273,8 +273,8 @@ class Unwrapped(NamedTuple):
     Attributes:
       fn: the function.
       arguments: its options.
-      given: of those that were given the ones that a program may still decide about:
-        None for what autocast made.
+      given: the options given to explain or diagnose, which the program may still
+        overrule; None for what autocast made, whose options are final.
       output_dtype: that of its results, if it was asked for.
     """
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from jamp._equations import equations
-from jamp._lowerings.releases import CONVERTS_STACKS
+from jamp._lowerings.releases import MOVES_BFLOAT16_AS_FLOAT32
 
 LOW = (np.dtype(np.float16), np.dtype(jnp.bfloat16))
 
@@ -66,7 +66,7 @@ def matmul_dtypes(jaxpr):
         same = [own in found for found in zip(pair, known, strict=False)]
         back = "transpose" in str(eqn.source_info.name_stack)
         enough = any(same) if back else all(same)
-        return [own, own] if CONVERTS_STACKS or enough else pair
+        return [own, own] if MOVES_BFLOAT16_AS_FLOAT32 or enough else pair
 
     return [
         tuple(dtype.name for dtype in multiplied(eqn))

@@ -18,7 +18,7 @@ STEPS = 5
 
 
 def part(size: str) -> Iterator[Figures]:
-    """Three checks, each of which is True or says what it found."""
+    """Three checks, each of which says whether it `holds`, and what it found."""
     del size
     found: Figures = {}
     for check in (an_inf_skips_a_step, scales_are_exact, nothing_waits):

@@ -24,17 +24,17 @@ from jamp._emit.conversions import convert
 from jamp._emit.emitter import Arrays, Emitter, emits, emitter_of
 from jamp._equations import bind, closed, constants, content_of
 from jamp._errors import AutocastError
-from jamp._plan.derivative_rules import (
+from jamp._plan.plan import Context, Structural
+from jamp._plan.planner import inputs_like, plan_program
+from jamp._plan.values import Value, Values
+from jamp._tracing.casts import make_jaxpr
+from jamp._tracing.derivative_rules import (
     LOGS,
     VjpRules,
     differentiable,
     trace_jvp,
     zero_results,
 )
-from jamp._plan.plan import Context, Structural
-from jamp._plan.planner import inputs_like, plan_program
-from jamp._plan.values import Value, Values
-from jamp._tracing.casts import make_jaxpr
 from jamp._tracing.locations import frame_key, location
 from jamp._tracing.regions import Scope
 from jamp._tracing.trace import outlived

@@ -106,8 +106,8 @@ class Emitter:
           arrays: its inputs, and what they are cast to.
           varying: the places of inputs of which a loop has others in each iteration, if
             what it saves of these is to be float32.
-          wide: of some inputs in 16 bits, by place, the float32 to which the gradient
-            of what widens them goes.
+          wide: of some inputs in 16 bits, by place, a float32 cast that was made
+            outside: what widens such an input here sends its gradient to that cast.
         """
         given = plan.arguments
         shared = {given[place].number: array for place, array in wide.items()}

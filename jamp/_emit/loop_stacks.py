@@ -16,7 +16,7 @@ from jamp import _primitives
 from jamp._dtypes import BFLOAT16, FLOAT32
 from jamp._emit.conversions import convert, convert_all
 from jamp._lowerings.hook import has_own_product
-from jamp._lowerings.releases import CONVERTS_STACKS
+from jamp._lowerings.releases import MOVES_BFLOAT16_AS_FLOAT32
 from jamp._plan.plan import Action, Bind, Cast, Float32Call, Structural
 from jamp._plan.values import Value
 
@@ -26,7 +26,7 @@ _SAVED = (_primitives.TRANSCENDENTAL | _primitives.ARITHMETIC) - _primitives.LIN
 
 def stacks_in_float32(action: Structural) -> bool:
     """Whether a loop's stacks are float32."""
-    return CONVERTS_STACKS and action.device_type == "cpu"
+    return MOVES_BFLOAT16_AS_FLOAT32 and action.device_type == "cpu"
 
 
 def stackable(arrays: Sequence[Any]) -> list[Any]:

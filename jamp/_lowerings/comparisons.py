@@ -34,13 +34,13 @@ _MONOTONE = frozenset({lax.max_p, lax.min_p, lax.clamp_p})
 
 
 def _on_cpu(of_jax: Primitive, /, *arrays: Any, **params: Any) -> Any:
-    widen = _dtypes.widened if of_jax in _MONOTONE else widened
+    widen = _dtypes.widened if of_jax in _MONOTONE else widened_by_bits
     made = of_jax.bind(*map(widen, arrays), **params)
     dtype = jax.typeof(arrays[0]).dtype
     return jax.tree.map(lambda a: a.astype(dtype) if eligible(a.dtype) else a, made)
 
 
-def widened(array: Any) -> Any:
+def widened_by_bits(array: Any) -> Any:
     """An array in float32, if it is in bfloat16, by its bits.
 
     Of a cast XLA may take what was rounded to bfloat16 instead, and not for the other

@@ -37,7 +37,7 @@ from jamp._lowerings.patches import (
     rounded,
 )
 from jamp._lowerings.processor import this_processor
-from jamp._lowerings.releases import CONVERTS_STACKS
+from jamp._lowerings.releases import MOVES_BFLOAT16_AS_FLOAT32
 from jamp._lowerings.tiles import has_tiles, into_tiles, makes_tiles, of_tiles
 
 # Patches are worth their time if each of their elements meets so many output features,
@@ -104,7 +104,7 @@ def _convolved(lhs: Any, rhs: Any, shape: Shape, to: DType, wide: Any) -> Any:
         # Pictures are rounded part by part: XLA would write them all, twice if they are
         # padded in two ways. Where it moves 16 bits as float32, it rounds them all
         # anyway.
-        pictures = rounded(wide) if CONVERTS_STACKS else wide
+        pictures = rounded(wide) if MOVES_BFLOAT16_AS_FLOAT32 else wide
     convolve = _by_windows if by_window else _by_places
     return convolve(pictures, rhs, shape, outs, to)
 

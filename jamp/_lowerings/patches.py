@@ -18,7 +18,7 @@ from jax import lax
 
 from jamp._dtypes import BFLOAT16, FLOAT32, DType
 from jamp._lowerings.product import multiply_on_cpu
-from jamp._lowerings.releases import CONVERTS_STACKS, KEEPS_BARRIERS
+from jamp._lowerings.releases import KEEPS_BARRIERS, MOVES_BFLOAT16_AS_FLOAT32
 
 # Of more, patches leave the cache before they are read; of fewer, a loop takes longer.
 _MOST_BYTES = 8 * 2**20
@@ -46,7 +46,7 @@ def as_bits(array: Any) -> Any:
 
     Arrays of other dtypes are left as they are.
     """
-    if array.dtype != BFLOAT16 or not CONVERTS_STACKS:
+    if array.dtype != BFLOAT16 or not MOVES_BFLOAT16_AS_FLOAT32:
         return array
     return lax.bitcast_convert_type(array, jnp.uint16)
 
@@ -131,7 +131,7 @@ def _folded(lhs: Any, shape: Shape, steps: list[Steps]) -> tuple[Any, list[Steps
     beside = shape.dimension_numbers.lhs_spec[1] == last.dim + 1 == lhs.ndim - 1
     neighbours = beside and stride > 1 and taps > 1 and last.dilation == 1
     # Where XLA moves each element by itself, nothing is gained.
-    if CONVERTS_STACKS or not neighbours:
+    if MOVES_BFLOAT16_AS_FLOAT32 or not neighbours:
         return padded(lhs, shape), steps
     features = [min(stride, taps - at) * each for at in range(0, taps, stride)]
     blocks = last.size + len(features) - 1

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 
-from jamp._lowerings.comparisons import widened
+from jamp._lowerings.comparisons import widened_by_bits
 from jamp._lowerings.own_primitives import like, register, with_rules_of_jax
 
 # Of so many places in a window, or between two, each is a slice in the program.
@@ -61,7 +61,9 @@ class _Windows(NamedTuple):
 
     def chosen(self, operand: Any) -> Any:
         """The number of the place that is chosen in each window."""
-        operand = self.padded(widened(operand), -np.inf if self.largest else np.inf)
+        operand = self.padded(
+            widened_by_bits(operand), -np.inf if self.largest else np.inf
+        )
         stays = lax.ge if self.largest else lax.le
         first, *others = self.places
         best = self.at(operand, first)

@@ -14,7 +14,7 @@ from jax import lax
 from jamp._dtypes import DType
 from jamp._lowerings.patches import Shape, arranged, as_bits, from_bits, padded, rounded
 from jamp._lowerings.product import multiply_on_cpu
-from jamp._lowerings.releases import CONVERTS_STACKS
+from jamp._lowerings.releases import MOVES_BFLOAT16_AS_FLOAT32
 
 
 def has_tiles(rhs: Any, shape: Shape, outs: Sequence[int]) -> bool:
@@ -69,7 +69,7 @@ def of_tiles(lhs: Any, rhs: Any, shape: Shape, outs: Sequence[int], to: DType) -
     kept, added = sorted(places, key=places.__getitem__), sorted(within)
     tiles = tiles.reshape(pairs)
     moved = _moved(
-        rounded(tiles) if CONVERTS_STACKS else tiles,
+        rounded(tiles) if MOVES_BFLOAT16_AS_FLOAT32 else tiles,
         [*map(places.__getitem__, kept), *map(within.__getitem__, added)],
     )
     moved = moved.reshape(*(pairs[places[d]] for d in kept), -1)

@@ -44,20 +44,20 @@ def product_and_bias(x: Value, y: Value) -> Value | None:
     return None
 
 
-def unrounded(product: Value, plan: Plan) -> Value | None:
+def before_rounding(product: Value, plan: Plan) -> Value | None:
     """A product of a plan, moved or not, in the float32 that it is rounded from.
 
     None if it stands in another plan, is one of JAX's own, or large.
     """
     size = math.prod(product.aval.shape)
     if isinstance(size, int) and size <= _MOST:
-        return _unrounded(product, plan)
+        return _before_rounding(product, plan)
     return None
 
 
-def _unrounded(value: Value, plan: Plan) -> Value | None:
-    if value.number in plan.unrounded:
-        return plan.unrounded[value.number]
+def _before_rounding(value: Value, plan: Plan) -> Value | None:
+    if value.number in plan.float32_of_products:
+        return plan.float32_of_products[value.number]
     action = plan.makers.get(value.number)
     if not isinstance(action, Bind) or len(action.results) > 1:
         return None
@@ -69,7 +69,7 @@ def _unrounded(value: Value, plan: Plan) -> Value | None:
     else:
         source = None
         if name in _primitives.MOVEMENT and len(action.operands) == 1:
-            source = _unrounded(action.operands[0], plan)
+            source = _before_rounding(action.operands[0], plan)
         if source is None:
             return None
         taken, made = (source,), (wide,)
@@ -77,7 +77,7 @@ def _unrounded(value: Value, plan: Plan) -> Value | None:
             action, operands=taken, results=made, dtypes=(FLOAT32,), read=taken
         )
         plan.actions.insert(plan.actions.index(action), moved_wide)
-    plan.unrounded[value.number] = wide
+    plan.float32_of_products[value.number] = wide
     return wide
 
 

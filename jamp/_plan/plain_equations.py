@@ -14,7 +14,7 @@ from jamp._compat import frames, settings
 from jamp._dtypes import FLOAT32, DType
 from jamp._equations import holds_program
 from jamp._lowerings.hook import has_own_primitive, has_own_product
-from jamp._plan.biases import free_dims, moved, product_and_bias, unrounded
+from jamp._plan.biases import before_rounding, free_dims, moved, product_and_bias
 from jamp._plan.plan import Bind, Broadcast, Equation
 from jamp._plan.products import adds_nothing, explicit_precision
 from jamp._plan.records import Origin, Ruling
@@ -143,7 +143,7 @@ def _plan_layer(equation: Equation) -> list[Value] | None:
     if not (promotes and castable and caster.options.device_type == "cpu"):
         return None
     product = product_and_bias(*operands)
-    wide = product and unrounded(product, caster.plan)
+    wide = product and before_rounding(product, caster.plan)
     if not (product and wide):
         return None
     taken = [wide if value is product else value for value in operands]

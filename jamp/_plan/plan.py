@@ -27,11 +27,12 @@ class Context(NamedTuple):
     # The ruling of the listed function they stand in, if it settles them.
     forced: Ruling | None = None
     inside: frozenset[Function] = frozenset()  # listed functions that are done with
-    # Whether they are a derivative rule's, which JAX may transpose: no cast leaves it.
+    # Whether these equations are a derivative rule's, which JAX may transpose: no cast
+    # may be left to the caller.
     linear: bool = False
     tried: bool = False  # whether the plan is a trial: only whether it changes counts
-    derived: bool = False  # whether differentiating something has made them
-    transposed: bool = False  # whether transposing has: their values are cotangents
+    derived: bool = False  # whether JAX has made these equations by jvp or transpose
+    transposed: bool = False  # whether by transpose: values here are cotangents
 
     @property
     def region(self) -> Options:
@@ -54,7 +55,7 @@ class Cast(Action):
     """A conversion to the dtype of its result."""
 
     rounds: bool = False  # whether a rule rounds what was computed in float32
-    shared: Sequence[int] = ()  # as of a float32 call
+    shared: Sequence[int] = ()  # as of a `Float32Call`
 
     @property
     def dtype(self) -> DType:
@@ -98,7 +99,8 @@ class Float32Call(Run):
     outvars: Sequence[Any]  # those of their results that are wanted
     # For each of `outvars` its cast to 16 bits if that is wanted too; these come last.
     narrowed: Sequence[Cast | None]
-    # Those operands, by place, of which casts come last: their gradients go there.
+    # The places of 16-bit operands whose gradients go to float32 casts that were made
+    # elsewhere; these casts come after the operands, in the same order.
     shared: Sequence[int] = ()
 
 
@@ -112,7 +114,7 @@ class Structural(Run):
     kind: str  # the primitive that it is emitted as
     # Whether it is read as a function that runs in the float32 that it was traced in.
     in_float32: bool = False
-    shared: Sequence[int] = ()  # as of a float32 call
+    shared: Sequence[int] = ()  # as of a `Float32Call`
 
     def parted(self, arrays: Sequence[Any]) -> tuple[Sequence[Any], dict[int, Any]]:
         """What it takes, and casts to share the gradient of, by their operand's place.
@@ -152,7 +154,7 @@ class Plan:
     actions: list[Action] = field(default_factory=list)  # what is to run, in order
     # What made each value, by number; and, of products, the float32 before rounding.
     makers: dict[int, Action] = field(default_factory=dict)
-    unrounded: dict[int, Value] = field(default_factory=dict)
+    float32_of_products: dict[int, Value] = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)  # what was decided
     changed: bool = False  # whether anything differs from the program as traced
 

@@ -25,7 +25,6 @@ from jamp._plan.carries import (
     meet,
     settled_carry,
 )
-from jamp._plan.derivative_rules import trace_jvp, trace_rules
 from jamp._plan.listed_calls import runs_in_float32
 from jamp._plan.plain_equations import plan_as_traced, plan_plain
 from jamp._plan.plan import Cast, Equation, Float32Call, Plan, Structural
@@ -33,6 +32,7 @@ from jamp._plan.records import Conversion, with_inner
 from jamp._plan.values import Traits, Value, Values
 from jamp._policy.rules import Rule
 from jamp._tracing.casts import is_kept_cast, make_jaxpr
+from jamp._tracing.derivative_rules import trace_jvp, trace_rules
 from jamp._tracing.regions import holds_region
 
 StructuralRule = Callable[[Equation], list[Value]]

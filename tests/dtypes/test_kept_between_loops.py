@@ -17,7 +17,7 @@ from devices import each_device
 from jax import P, lax
 
 import jamp
-from jamp._lowerings.releases import CONVERTS_STACKS
+from jamp._lowerings.releases import MOVES_BFLOAT16_AS_FLOAT32
 
 BATCH = 4
 COMMON = 30.0  # what softmax's gradient ignores
@@ -219,7 +219,7 @@ def test_a_loop_takes_the_first_cotangent_unrounded(loop, device):
 
 
 in_16_bits = pytest.mark.skipif(
-    CONVERTS_STACKS, reason="all stacks of loops are in float32 on CPUs there"
+    MOVES_BFLOAT16_AS_FLOAT32, reason="all stacks of loops are in float32 on CPUs there"
 )
 
 

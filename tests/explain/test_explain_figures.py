@@ -18,7 +18,7 @@ from jaxprs import LOW, factors, is_float
 from programs import PROGRAMS
 
 import jamp
-from jamp._lowerings.releases import CONVERTS_STACKS
+from jamp._lowerings.releases import MOVES_BFLOAT16_AS_FLOAT32
 
 X = jnp.ones((6, 6))
 MATMULS = {"dot_general", "conv_general_dilated"}
@@ -212,7 +212,7 @@ def test_figures_of_networks_of_all_sizes(widths, rows, steps, device):
     low = "float16" if device == "gpu" else "bfloat16"
     # The product and its tanh, each in 16 bits.
     assert report.result_bytes[low] == 2 * 2 * outputs
-    if device == "gpu" or not CONVERTS_STACKS:
+    if device == "gpu" or not MOVES_BFLOAT16_AS_FLOAT32:
         # Elsewhere the loop casts what it stacks, too.
         assert (report.casts, report.cast_bytes) == counted_casts(program)
 

@@ -92,7 +92,9 @@ def test_a_flag_that_is_a_scale_or_gradients_is_refused(flag):
 
 def test_a_loss_that_is_missing_is_said_to_be():
     for given in ((), (None,)):
-        with pytest.raises(ScalerTypeError, match="there is no loss.* has to return it"):
+        with pytest.raises(
+            ScalerTypeError, match=r"there is no loss.* has to return it"
+        ):
             GradScaler().scale(state_of(8.0), *given)
 
 
