@@ -72,7 +72,7 @@ class Comparison:
         self._say: Callable[[str], None] = lambda _: None
 
     def prepare(self, say: Callable[[str], None]) -> None:
-        """Does what a busy device does not mind; `say` is told what is being done."""
+        """Does what may run beside others' times; `say` is told what is being done."""
         self._say = say
         self.variables = initial_variables(self.subject, self.size)
         self._trace_flax()
