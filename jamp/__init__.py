@@ -22,13 +22,13 @@ from jamp._explain import Report, explain
 from jamp._loss_scaling.gradients import value_and_grad
 from jamp._loss_scaling.metrics import metrics
 from jamp._loss_scaling.scaler import GradScaler, ScalerState
-from jamp._loss_scaling.transformation import (
+from jamp._loss_scaling.states import (
     DynamicLossScalingState,
-    dynamic_loss_scaling,
     last_step_skipped,
     loss_scale,
     scale_loss,
 )
+from jamp._loss_scaling.transformation import dynamic_loss_scaling
 from jamp._policy.policy import Policy
 
 __version__ = "0.2.0"

@@ -20,7 +20,7 @@ from jamp._diagnose.measure import (
     led_to,
     path_to,
 )
-from jamp._diagnose.outcomes import ROUNDINGS, Outcome, Verdict, error_limit, judge
+from jamp._diagnose.outcomes import ROUNDINGS, Outcome, Verdict, error_limit, verdict_of
 from jamp._diagnose.program import Program, Settings, Subject
 from jamp._diagnose.walk import EXACTLY, Steps, Walk
 from jamp._dtypes import narrow
@@ -202,13 +202,13 @@ def examine(
         terms = max(map(_terms, outcomes[0].producers), default=0.0)
         outcomes[0] = replace(outcomes[0], terms=terms)
     limit = error_limit(settings.options.dtype, measured)
-    verdict = judge(outcomes, limit)
+    verdict = verdict_of(outcomes, limit)
     if verdict.spoiled and not any(math.isinf(outcome.error) for outcome in outcomes):
         # Where a result or a step to it is wrong, so is a gradient.
         forward = [m.statistics.error for m in measured if not m.scaled]
         draws = _DRAWS if max(forward, default=0.0) <= limit else 0
         outcomes = _settled(subject, settings, outcomes, draws)
-        verdict = judge(outcomes, limit)
+        verdict = verdict_of(outcomes, limit)
     return Examination(settings, measured, outcomes, find_faults(verdict))
 
 
@@ -266,7 +266,7 @@ def run_again(subject: Subject, settings: Settings, before: Examination) -> Verd
         scale = np.float32(factor if old.gradient else 1.0)
         shadow = np.asarray(old.pair.shadow) * scale
         outcomes.append(old.beside(results[old.index], shadow))
-    return judge(outcomes, error_limit(settings.options.dtype, before.measured))
+    return verdict_of(outcomes, error_limit(settings.options.dtype, before.measured))
 
 
 def _compiled(program: Program) -> Callable[..., Any]:

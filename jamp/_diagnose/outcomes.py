@@ -116,7 +116,7 @@ def _together(outcomes: Iterable[Outcome], error: Callable[[Outcome], float]) ->
     return math.sqrt(found / power) if power else 0.0
 
 
-def judge(outcomes: Sequence[Outcome], limit: float) -> Verdict:
+def verdict_of(outcomes: Sequence[Outcome], limit: float) -> Verdict:
     gradients = [outcome for outcome in outcomes if outcome.gradient]
     largest = max((outcome.mean for outcome in gradients), default=0.0)
     moved = gradient_moved(outcomes)
