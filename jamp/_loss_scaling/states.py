@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jamp._errors import JampWarning, ScalerError, ScalerTypeError
+from jamp._errors import JampWarning, ScalerError
 from jamp._loss_scaling import arguments
 from jamp._loss_scaling.arguments import instances
 from jamp._loss_scaling.scaler import ScalerState
