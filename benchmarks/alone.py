@@ -1,8 +1,8 @@
 """One process at a time compiles a comparison for the GPU and is timed on it.
 
-XLA chooses kernels by timing them, so that compiling has to be alone as well. Others may
-trace meanwhile, compile what needs no tuning, or build a rival in PyTorch: a step or two
-of theirs is in some round of what is timed, and not in its median.
+XLA chooses kernels by timing them, so that compiling has to be alone as well. Others
+may trace meanwhile, compile what needs no tuning, or build a rival in PyTorch: a step
+or two of theirs is in some round of what is timed, and not in its median.
 """
 
 import contextlib
