@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import re
+import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import jax
 import jamp
 from jamp._lowerings.processor import Processor, this_processor
 
-RESULTS = Path(__file__).parent / "results"
+CODE = Path(__file__).parent
+RESULTS = CODE / "results"
 CPU_INFO = Path("/proc/cpuinfo")
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "torch", "jmp", "jaxamp")
 
@@ -60,11 +62,24 @@ def environment() -> dict[str, Any]:
         "machine": platform.machine(),
         "processor": processor(),
         "python": platform.python_version(),
+        "commit": commit(),
         "versions": {
             "jamp-jax": jamp.__version__,
             **{package: installed_version(package) for package in PACKAGES},
         },
     }
+
+
+def commit() -> str | None:
+    """The commit of the code, with a mark if files differ; None outside a clone."""
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        found = subprocess.run(
+            command, cwd=CODE, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.strip()
 
 
 def installed_version(package: str) -> str | None:

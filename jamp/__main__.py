@@ -22,7 +22,7 @@ from jamp._errors import JampError, TargetError
 from jamp._lowerings.processor import this_processor
 from jamp._policy.policy import named_rules
 from jamp._tracing.locations import users_frame
-from jamp._tracing.regions import device_kind
+from jamp._tracing.options import device_kind
 
 _BFLOAT16 = {
     True: "matrix products take less time in 16 bits, the rest of a model does not",

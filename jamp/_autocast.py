@@ -30,7 +30,15 @@ from jamp._plan.planner import make_plan, warn_unmatched
 from jamp._policy.policy import Policy
 from jamp._tracing import nnx_modules, regions
 from jamp._tracing.checks import check_function, is_array, signature
-from jamp._tracing.regions import Arguments, Options
+from jamp._tracing.options import (
+    Arguments,
+    Options,
+    checked_output_dtype,
+    device_kind,
+    named_arguments,
+    options_in_force,
+    refuse_overruled,
+)
 from jamp._tracing.trace import copied_names, in_functions, trace
 
 # How many programs a function keeps for its eager calls.
@@ -113,7 +121,7 @@ def _cast_outputs(result: Any, dtype: Any) -> Any:
             return leaf
         if not jax.numpy.issubdtype(leaf.dtype, np.floating):
             return leaf
-        outer = regions.current()
+        outer = options_in_force()
         if outer is None or leaf.dtype != dtype:
             return leaf.astype(dtype)
         # It may come in another dtype than it was traced in, and a cast to this one
@@ -137,7 +145,7 @@ class Autocast:
     def __init__(self, arguments: Arguments, output_dtype: Any) -> None:
         # Defaults wait for the call: a decorator must not make JAX look for devices.
         self._arguments = arguments
-        self._output_dtype = regions.output_dtype(output_dtype)
+        self._output_dtype = checked_output_dtype(output_dtype)
         self._entered = threading.local()
 
     def __call__(self, fn: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -148,7 +156,7 @@ class Autocast:
 
         @functools.wraps(fn, copied_names(fn), updated=())
         def under_autocast(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            if not self._arguments.enabled and regions.current() is None:
+            if not self._arguments.enabled and options_in_force() is None:
                 # As it is, on devices for which there is no policy too.
                 result = fn(*args, **kwargs)
             else:
@@ -166,7 +174,7 @@ class Autocast:
         options = self._arguments.options()
         if options.enabled and options.device_type == "cpu":
             warn_if_slow(options.dtype)
-        if regions.current() is not None:
+        if options_in_force() is not None:
             with regions.region(options, of_function=True):
                 return fn(*args, **kwargs)
         call = nnx_modules.prepare(fn, args, kwargs)
@@ -182,7 +190,7 @@ class Autocast:
                 "none of: leave it out"
             )
         options = self._arguments.options()
-        if options.enabled and regions.current() is None:
+        if options.enabled and options_in_force() is None:
             raise AutocastError(
                 "an autocast region takes effect only inside a function under autocast:"
                 " it cannot rewrite code that nobody traces. Wrap the function, as in "
@@ -302,8 +310,8 @@ def unwrapped(function: str, fn: Any, given: Mapping[str, Any]) -> Unwrapped:
     Raises:
       AutocastError: another option was given than the function has.
     """
-    around = regions.named_arguments(function, given)
-    output_dtype = regions.output_dtype(given.get("output_dtype"))
+    around = named_arguments(function, given)
+    output_dtype = checked_output_dtype(given.get("output_dtype"))
     held = getattr(fn, "__dict__", {})
     wrapped, inner, own, own_output = held.get(_MADE, (None,) * 4)
     if wrapped is None or wrapped is not getattr(fn, "__wrapped__", None):
@@ -311,7 +319,7 @@ def unwrapped(function: str, fn: Any, given: Mapping[str, Any]) -> Unwrapped:
     if own.policy is None and own.device_type is None:
         own = replace(own, device_type=around.device_type, policy=around.policy)
     if given:
-        regions.refuse_overruled(function, given, around.options(), [own.options()])
+        refuse_overruled(function, given, around.options(), [own.options()])
         if output_dtype not in (None, own_output):
             raise AutocastError(
                 f"{function} was given output_dtype={output_dtype}, but the function "
@@ -334,8 +342,8 @@ def is_autocast_enabled(device_type: str | None = None) -> bool:
     Raises:
       AutocastError: an unknown device type.
     """
-    options = regions.current()
-    kind = None if device_type is None else regions.device_kind(device_type)
+    options = options_in_force()
+    kind = None if device_type is None else device_kind(device_type)
     if options is None or not options.enabled:
         return False
     return kind in (None, options.device_type)
@@ -351,8 +359,8 @@ def get_autocast_dtype(device_type: str | None = None) -> _dtypes.DType:
     Raises:
       AutocastError: an unknown device type.
     """
-    options = regions.current()
-    kind = None if device_type is None else regions.device_kind(device_type)
+    options = options_in_force()
+    kind = None if device_type is None else device_kind(device_type)
     if options is None or kind not in (None, options.device_type):
         options = Arguments(kind).options()
     return options.dtype
@@ -365,7 +373,7 @@ def is_autocast_available(device_type: str) -> bool:
       device_type: the device type, as `autocast` takes it.
     """
     try:
-        regions.device_kind(device_type)
+        device_kind(device_type)
     except AutocastError:
         return False
     return True

@@ -12,7 +12,7 @@ from jamp._errors import AutocastTypeError
 from jamp._tracing import regions
 from jamp._tracing.checks import check_function, is_array
 from jamp._tracing.nnx_modules import is_stateful
-from jamp._tracing.regions import check_floating
+from jamp._tracing.options import check_floating, device_kind
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -141,7 +141,7 @@ def custom_bwd(
 def _checked(device_type: str | None, cast_inputs: Any) -> _dtypes.DType | None:
     """The dtype for arguments, if there is one, of options that are right."""
     if device_type is not None:
-        regions.device_kind(device_type)
+        device_kind(device_type)
     return None if cast_inputs is None else check_floating("cast_inputs", cast_inputs)
 
 

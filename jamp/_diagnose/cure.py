@@ -21,7 +21,7 @@ from jamp._policy.functions import Function
 from jamp._policy.policy import Policy
 from jamp._tracing import trace
 from jamp._tracing.locations import is_users, stem_of
-from jamp._tracing.regions import Options
+from jamp._tracing.options import Options
 
 _TRACE = trace.trace.__code__.co_filename
 # A suggested loss scale leaves room for gradients that are larger.

@@ -17,6 +17,7 @@ from jamp._errors import AutocastError, AutocastTypeError
 from jamp._plan.planner import make_plan
 from jamp._tracing import locations, nnx_graph, nnx_modules, regions, trace
 from jamp._tracing.checks import is_array
+from jamp._tracing.options import Options, tracing
 
 # The keys that lead to a leaf, the first one `args` or `kwargs`.
 Path = tuple[Any, ...]
@@ -26,7 +27,7 @@ _RESULT, _AUX, _STATE, _GRADIENT = range(4)
 
 @dataclass(frozen=True)
 class Settings:
-    options: regions.Options  # those of the autocast
+    options: Options  # those of the autocast
     loss_scale: float | None = None  # the factor of the loss; None computes no gradient
     # Whose lines stand in a region with `enabled=False`.
     regions: frozenset[locations.Location] = frozenset()
@@ -92,7 +93,7 @@ class Subject:
         labels = list(map(_label_of, paths))
         return cls(call.fn, leaves, tree, labels, differentiated, has_aux, objects)
 
-    def options(self, inner: Unwrapped) -> regions.Options:
+    def options(self, inner: Unwrapped) -> Options:
         """Options around it, of which it may decide itself unless they are its own."""
         options = inner.arguments.options()
         if inner.given is None:
@@ -249,7 +250,7 @@ def _in_regions(program: Any, settings: Settings) -> Any:
         return program
     lines = {(region.file, region.line) for region in settings.regions}
     options = settings.options
-    with regions.tracing(options), regions.region(replace(options, enabled=False)):
+    with tracing(options), regions.region(replace(options, enabled=False)):
         mark = current_name_stack()
 
     def on_line(eqn: JaxprEqn) -> bool:

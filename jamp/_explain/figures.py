@@ -17,7 +17,7 @@ from jamp._plan.records import Note, Origin, Record
 from jamp._policy.policy import Policy, entries
 from jamp._policy.rules import BUILTIN, Rule
 from jamp._tracing.locations import Location, stem_of
-from jamp._tracing.regions import Options
+from jamp._tracing.options import Options
 
 _LOW = frozenset(dtype.name for dtype in _dtypes.LOW_DTYPES)
 _SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "float64": "f64"}

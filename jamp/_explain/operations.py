@@ -16,7 +16,8 @@ from jamp._plan.programs import STRUCTURAL
 from jamp._plan.records import Record
 from jamp._policy.rules import Rule
 from jamp._tracing.locations import Location, library_location, location
-from jamp._tracing.regions import Options, Scope
+from jamp._tracing.options import Options
+from jamp._tracing.regions import Scope
 
 # What calls programs, which count in its place.
 _CALLS = STRUCTURAL.keys() - _primitives.COLLECTIVES

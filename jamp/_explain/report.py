@@ -22,7 +22,8 @@ from jamp._explain.risks import find_risks
 from jamp._plan.planner import make_plan
 from jamp._tracing import trace
 from jamp._tracing.checks import check_function, is_array
-from jamp._tracing.regions import Options, Scope, settled
+from jamp._tracing.options import Options
+from jamp._tracing.regions import Scope, settled
 
 
 @dataclass(frozen=True, repr=False)

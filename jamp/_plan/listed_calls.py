@@ -17,7 +17,8 @@ from jamp._plan.sums import carried_through
 from jamp._plan.values import Numbers, Traits, Value, propagate
 from jamp._policy.functions import Function
 from jamp._policy.rules import Rule
-from jamp._tracing.regions import Options, Scope
+from jamp._tracing.options import Options
+from jamp._tracing.regions import Scope
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,8 @@ from jamp._equations import closed
 from jamp._plan.records import Record, Ruling
 from jamp._plan.values import Traits, Value, Values
 from jamp._policy.functions import Function
-from jamp._tracing.regions import Options, Scope
+from jamp._tracing.options import Options
+from jamp._tracing.regions import Scope
 
 # An equation, after those whose programs it stands in: of its plan, outermost first.
 Source = tuple[JaxprEqn, ...]

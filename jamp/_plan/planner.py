@@ -43,7 +43,8 @@ from jamp._policy.policy import Policy
 from jamp._policy.rules import RECIPROCAL, Rule
 from jamp._tracing import locations
 from jamp._tracing.casts import is_reshard
-from jamp._tracing.regions import Options, Scope
+from jamp._tracing.options import Options
+from jamp._tracing.regions import Scope
 
 
 def make_plan(program: Any, arrays: Sequence[Any], options: Options) -> Plan:

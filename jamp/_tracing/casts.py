@@ -14,21 +14,21 @@ from jax.extend.core import JaxprEqn
 from jamp import _dtypes
 from jamp._compat import own_frames, rules_in_own_frames, seeing_casts
 from jamp._equations import replaced
-from jamp._tracing import regions
 from jamp._tracing.checkpoints import as_checkpoint
 from jamp._tracing.locations import is_users
+from jamp._tracing.options import Options, options_in_force, tracing
 
 # Rounds nothing: these are the bits of float64. JAX itself rounds to float32's.
 _MARK = {"exponent_bits": 11, "mantissa_bits": 52}
 _CONVERSION = {"new_dtype": _dtypes.FLOAT32, "weak_type": False, "sharding": None}
 
 
-def make_jaxpr(fn: Callable[..., Any], options: regions.Options) -> Callable[..., Any]:
+def make_jaxpr(fn: Callable[..., Any], options: Options) -> Callable[..., Any]:
     """Like `jax.make_jaxpr`, with options in force."""
 
     def traced(*args: Any, **kwargs: Any) -> Any:
         with (
-            regions.tracing(options),
+            tracing(options),
             seeing_casts(_marked),
             rules_in_own_frames(_is_tracing),
             own_frames(),
@@ -41,7 +41,7 @@ def make_jaxpr(fn: Callable[..., Any], options: regions.Options) -> Callable[...
 
 def _is_tracing() -> bool:
     # There are no options in another thread.
-    return regions.current() is not None
+    return options_in_force() is not None
 
 
 def _marked(array: Any, filename: str) -> Any:

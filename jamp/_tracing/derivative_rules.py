@@ -16,7 +16,7 @@ from jax.extend.core import JaxprEqn, Literal
 from jamp._compat import settings
 from jamp._equations import bind
 from jamp._tracing.casts import make_jaxpr
-from jamp._tracing.regions import Options
+from jamp._tracing.options import Options
 from jamp._tracing.trace import with_arrays
 
 # Whether a backward rule may log: not in every supported release.

@@ -23,7 +23,7 @@ from jamp._compat import is_made_by_jax, trace_of
 from jamp._equations import constants, equations
 from jamp._tracing.casts import make_jaxpr
 from jamp._tracing.checks import Constant, is_array, refuse_made
-from jamp._tracing.regions import Options
+from jamp._tracing.options import Options
 
 
 class Traced(NamedTuple):

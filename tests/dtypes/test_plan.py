@@ -11,14 +11,14 @@ import jamp
 from jamp._emit import emit, emitter
 from jamp._plan.planner import make_plan
 from jamp._plan.programs import STRUCTURAL, structural
-from jamp._tracing import regions
+from jamp._tracing.options import Arguments
 
 every_program = pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.name)
 
 
 def plan_of(program, arrays, device="cpu"):
     """The plan of a traced program for a device type."""
-    return make_plan(program, arrays, regions.Arguments(device).options())
+    return make_plan(program, arrays, Arguments(device).options())
 
 
 def checked(emission):

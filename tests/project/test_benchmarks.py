@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import sys
 import time
 
@@ -262,6 +263,8 @@ def test_the_command_writes_figures_and_a_chart(monkeypatch, tmp_path, capsys):
     (path,) = tmp_path.glob("*.json")
     written = json.loads(path.read_text())
     assert path.name.startswith("steps-mlp-autocast-by-tiny-cpu-")
+    commit = written["environment"]["commit"]
+    assert commit is None or re.fullmatch(r"[\w.-]+", commit)
     processor = written["environment"]["processor"]
     assert {"name", "avx512_bf16", "amx_bf16", "held_back"} == set(processor)
     pairs = [(c["subject"], c["mode"]) for c in written["figures"]["comparisons"]]
