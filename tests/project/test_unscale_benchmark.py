@@ -7,6 +7,7 @@ import sys
 import gradient_trees
 import jax
 import jax.numpy as jnp
+import pytest
 import unscale
 import unscale_check
 from unscale_programs import Budget, Programs
