@@ -65,7 +65,7 @@ def all_finite(tree: Any, *, implementation: str = "auto") -> jax.Array:
       NotImplementedError: the implementation can't run here; with every reason.
     """
     request = Request(unscale=False)
-    _, not_finite = _run(jax.tree.leaves(tree), 1.0, request, implementation)
+    _, not_finite = _run(jax.tree.leaves(tree), None, request, implementation)
     return not_finite == 0
 
 
@@ -78,11 +78,12 @@ def _run(
     every = dict(enumerate(leaves))
     inexact = {k: x for k, x in every.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
     numbers = list(inexact.values())
-    scale = jnp.asarray(inv_scale, jnp.float32)
+    scale = jnp.asarray(1 if inv_scale is None else inv_scale, jnp.float32)
     auto = implementation == "auto"
     module = fastest(numbers) if auto else chosen(implementation)
     if module is reference:
-        unscaled, not_finite = reference.run(numbers, scale, request)
+        by = None if inv_scale is None else scale
+        unscaled, not_finite = reference.run(numbers, by, request)
     elif auto:
         unscaled, not_finite = _checked_with(module, numbers, scale, request.unscale)
     else:

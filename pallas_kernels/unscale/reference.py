@@ -9,9 +9,11 @@ from jamp._dtypes import widened
 from jamp.pallas_kernels.unscale.launches import Request, Results
 
 
-def run(leaves: Sequence[jax.Array], inv_scale: jax.Array, request: Request) -> Results:
-    """Unscales and checks leaves of any shape and inexact dtype."""
-    outputs = unscaled(leaves, inv_scale)
+def run(
+    leaves: Sequence[jax.Array], inv_scale: jax.Array | None, request: Request
+) -> Results:
+    """Unscales, if by a scale, and checks leaves of any shape and inexact dtype."""
+    outputs = list(leaves) if inv_scale is None else unscaled(leaves, inv_scale)
     # What is not finite before is not finite after either: inf * 0 is NaN.
     not_finite = [~jnp.isfinite(leaf).all() for leaf in outputs]
     found = jnp.stack(not_finite).any() if not_finite else jnp.array(False)
