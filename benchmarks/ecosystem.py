@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from ecosystem_programs import Computation, Program, Training
-from results_file import installed_version, results_path, write_results
+from results_file import first_line, installed_version, results_path, write_results
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -103,7 +103,7 @@ def run(case: Training | Computation, dtype: str, nudges: int) -> list[dict[str,
     try:
         return list((train if training else compute)(case, dtype, starts))
     except Exception as error:  # noqa: BLE001 - the error is the figure
-        return [{"error": f"{type(error).__name__}: {error}".partition("\n")[0][:300]}]
+        return [{"error": first_line(error)}]
 
 
 def explanation(case: Training | Computation, dtype: str) -> dict[str, Any]:

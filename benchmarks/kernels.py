@@ -98,6 +98,7 @@ def main() -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     gpu()
     rivals = flax_rivals("gpu")
+    results = "kernels" if arguments.mode == "training" else "kernels-inference"
     programs = {
         (subject, rival): FlaxProgram(
             make_subject(subject, arguments.size), rivals[rival], arguments.mode
@@ -114,10 +115,9 @@ def main() -> None:
             rows.setdefault(subject, {})[rival] = profiled(program, variables)
             if arguments.text:
                 arguments.text.mkdir(exist_ok=True)
-                name = f"{subject}-{rival.replace(' ', '_')}.txt"
-                (arguments.text / name).write_text(program.text(), "utf-8")
-            name = "kernels" if arguments.mode == "training" else "kernels-inference"
-            write_results(name, rows)
+                text = f"{subject}-{rival.replace(' ', '_')}.txt"
+                (arguments.text / text).write_text(program.text(), "utf-8")
+            write_results(results, rows)
     show(rows)
 
 

@@ -12,6 +12,7 @@ from functools import cache, partial
 from typing import Any
 
 import jax
+from results_file import first_line
 from rivals.flax_program import FlaxProgram
 from rivals.flax_rivals import flax_rivals
 from rivals.torch_rivals import torch_rivals
@@ -97,9 +98,7 @@ class Comparison:
         try:
             action()
         except Exception as error:  # noqa: BLE001 - a rival may fail in any way
-            first = str(error).strip().partition("\n")[0]
-            self.figures.setdefault(rival, {})
-            self.figures[rival]["error"] = f"{type(error).__name__}: {first}"
+            self.figures.setdefault(rival, {})["error"] = first_line(error)
             self.programs.pop(rival, None)
             self.seconds.pop(rival, None)
 

@@ -54,6 +54,12 @@ def write_json(path: Path, content: dict[str, Any]) -> Path:
     return path
 
 
+def first_line(error: BaseException) -> str:
+    """An error as a figure: its kind and the first line of what it says."""
+    message = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {message}"[:300]
+
+
 def environment() -> dict[str, Any]:
     """What figures depend on: the device, the processor and the versions."""
     return {

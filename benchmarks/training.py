@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import card_checks
-from results_file import results_path, write_results
+from results_file import first_line, results_path, write_results
 from rich.console import Console
 from rich.table import Table
 
@@ -98,7 +98,7 @@ def run_part(name: str, size: str) -> None:
             print(FIGURES + json.dumps(figures), flush=True)
     except Exception as error:  # noqa: BLE001 - the error is the figure
         lines = traceback.format_exc().splitlines()[-LINES:]
-        figures |= {"error": card_checks.first_line(error), "output": lines}
+        figures |= {"error": first_line(error), "output": lines}
         print(FIGURES + json.dumps(figures), flush=True)
 
 

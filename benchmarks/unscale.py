@@ -26,6 +26,7 @@ from results_file import (
     RESULTS,
     card_name,
     environment,
+    first_line,
     write_json,
     write_results,
 )
@@ -216,8 +217,7 @@ def take_turns(
         try:
             action()
         except Exception as error:  # noqa: BLE001 - one rival's failure is a result
-            message = next(iter(str(error).splitlines()), "")
-            failures[name] = f"{type(error).__name__}: {message}"
+            failures[name] = first_line(error)
             calls.pop(name, None)
             seconds.pop(name, None)
 

@@ -11,21 +11,16 @@ from typing import Any
 
 import jax
 import numpy as np
+from results_file import first_line
 
 Figures = dict[str, Any]
 # From a size, `full` or `tiny`.
 Part = Callable[[str], Iterator[Figures]]
 
 ROOT = Path(__file__).parents[2]
-LOW = ("float16", "bfloat16")
 
 for folder in ("examples", "tests", "tests/dtypes"):
     sys.path.append(str(ROOT / folder))
-
-
-def first_line(error: BaseException) -> str:
-    """The kind of an error and the first line of what it says."""
-    return f"{type(error).__name__}: {error}".partition("\n")[0][:300]
 
 
 def attempt(fn: Callable[..., Figures], *args: Any) -> Figures:

@@ -6,9 +6,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from results_file import first_line
 
 import jamp
-from card_checks import Figures, Part, first_line, on_cpu
+from card_checks import Figures, Part, on_cpu
 
 KINDS = ("float32", "low")
 THREADS = 6

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from rivals import LOW
 
 import jamp
-from card_checks import LOW, ROOT, Figures, attempt, on_cpu, relative_error
+from card_checks import ROOT, Figures, attempt, on_cpu, relative_error
 
 CUDNN_CALL = re.compile(r"__cudnn\$\w+")
 # Both dtypes hold these numbers and the gradients, so scaled.

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from rivals import LOW
 
 import jamp
-from card_checks import LOW, Figures, attempt
+from card_checks import Figures, attempt
 
 SCALE = 2.0**10
 OVERFLOW_IN_STEP = 2

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
+from rivals import LOW
 
 import jamp
-from card_checks import LOW, Figures, Part, attempt
+from card_checks import Figures, Part, attempt
 
 DTYPES = ("float32", *LOW)
 SEEDS = (0, 1, 2)

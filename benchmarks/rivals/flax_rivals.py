@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 import jamp
+from rivals import LOW
 
 Function = Callable[..., Any]
-LOW = ("float16", "bfloat16")
 MEMORY = "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
 
 

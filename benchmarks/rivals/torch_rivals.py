@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from rivals import LOW
+
 
 @dataclass(frozen=True)
 class TorchRival:
@@ -16,7 +18,7 @@ def torch_rivals(platform: str) -> dict[str, TorchRival]:
 
     On GPUs float16 has loss scaling, and float32 matmuls run in TF32, as JAX's do.
     """
-    dtypes = ("float16", "bfloat16") if platform == "gpu" else ("bfloat16",)
+    dtypes = LOW if platform == "gpu" else ("bfloat16",)
     rivals = {"torch float32": TorchRival()}
     rivals |= {f"torch autocast {dtype}": TorchRival(dtype) for dtype in dtypes}
     if platform == "gpu":
