@@ -29,7 +29,8 @@ from jamp._lowerings.processor import warn_if_slow
 from jamp._plan.planner import make_plan, warn_unmatched
 from jamp._policy.policy import Policy
 from jamp._tracing import nnx_modules, regions
-from jamp._tracing.checks import check_function, is_array, signature
+from jamp._tracing.cache_key import signature
+from jamp._tracing.checks import check_function, is_array
 from jamp._tracing.options import (
     Arguments,
     Options,

@@ -1,8 +1,5 @@
 """Arguments of loss scaling: what is checked of numbers, flags and trees of them."""
 
-import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -11,7 +8,6 @@ import numpy as np
 import optax
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from jamp._equations import looks_for_nans
 from jamp._errors import ScalerError, ScalerTypeError
 
 LARGEST = float(np.finfo(np.float32).max)
@@ -99,50 +95,6 @@ def _is_scale_or_gradient(number: Any) -> bool:
     return bool(is_float) and np.ndim(number) > 0
 
 
-def scaled(scale: jax.Array, outputs: Any) -> Any:
-    """Every leaf times a scale; see `GradScaler.scale`."""
-
-    def times(leaf: Any) -> jax.Array:
-        expect(is_number(leaf), leaf, "outputs must be arrays or numbers,")
-        array = jnp.asarray(leaf)
-        inexact = jnp.issubdtype(array.dtype, jnp.inexact)
-        # Not promoted: float8 has no implicit promotion.
-        wide = array.dtype if inexact and array.dtype.itemsize >= 4 else jnp.float32
-        keeps = inexact and array.ndim > 0
-        times_scale = array.astype(wide) * jnp.asarray(scale, wide)
-        return times_scale.astype(array.dtype if keeps else wide)
-
-    return jax.tree.map(times, outputs)
-
-
-def product(scale: jax.Array, factor: float) -> jax.Array:
-    """`f32(f64(scale) * factor)`, which is torch's."""
-    if abs(math.frexp(factor)[0]) == 0.5:
-        return jnp.multiply(scale, jnp.float32(factor))
-    with jax.enable_x64(True):
-        wide = jnp.asarray(scale, jnp.float64) * np.float64(factor)
-        return jnp.asarray(wide, jnp.float32)
-
-
-def on_any_shard(flag: jax.Array, axis_name: Any) -> jax.Array:
-    """Whether a flag is set anywhere along mapped axes."""
-    with over_axes(axis_name):
-        return jnp.asarray(jax.lax.psum(flag.astype(jnp.int32), axis_name) > 0)
-
-
-@contextmanager
-def over_axes(axis_name: Any) -> Iterator[None]:
-    """Says of axes that are reduced over what they have to be, if they are not."""
-    try:
-        yield
-    except NameError as error:
-        raise ScalerError(
-            f"axis_name={axis_name!r} names no axis that is mapped here: it is one of "
-            "jax.shard_map, jax.pmap or jax.vmap around the step; arrays that are "
-            "sharded under jax.jit need none"
-        ) from error
-
-
 def is_number(leaf: Any) -> bool:
     """Whether a value is an array or number that can be scaled."""
     if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float)):
@@ -184,22 +136,6 @@ def refuse_float16(tree: Any, what: str) -> None:
             "not trained, scale the loss for the others alone: optax.partition({'train'"
             ": jamp.dynamic_loss_scaling(tx), 'freeze': optax.set_to_zero()}, labels)"
         )
-
-
-def select(which: jax.Array, first: Any, second: Any) -> Any:
-    """The first tree where a flag is set, else the second, element by element."""
-    return jax.tree.map(lambda a, b: jnp.where(which, a, b), first, second)
-
-
-def as_if_finite(found: jax.Array, grads: Any) -> Any:
-    """Gradients for an optimizer whose step is thrown away if a flag is set.
-
-    Where JAX looks for NaN, it would raise before that: there, ones take their place,
-    as an optimizer may divide by zeros. Elsewhere it need not wait for the flag.
-    """
-    if not looks_for_nans():
-        return grads
-    return select(found, jax.tree.map(jnp.ones_like, grads), grads)
 
 
 def holds_functions(extra_args: dict[str, Any]) -> bool:

@@ -15,7 +15,8 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from jamp._compat import api_boundary
 from jamp._errors import ScalerError, ScalerTypeError
-from jamp._loss_scaling.arguments import instances, is_number, scaled
+from jamp._loss_scaling.arguments import instances, is_number
+from jamp._loss_scaling.arithmetic import scaled
 from jamp._loss_scaling.states import find_scale
 from jamp._tracing import nnx_modules
 from jamp._tracing.checks import check_function, is_array, wrong_argnums

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jamp._autocast import as_written
 from jamp._dtypes import widened
-from jamp._loss_scaling.arguments import over_axes
+from jamp._loss_scaling.arithmetic import over_axes
 from jamp._loss_scaling.states import DynamicLossScalingState, find_state
 
 

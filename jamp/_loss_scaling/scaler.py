@@ -16,8 +16,9 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from jamp._autocast import as_written
 from jamp._errors import ScalerError, ScalerTypeError
-from jamp._loss_scaling import arguments, torch_calls
-from jamp._loss_scaling.arguments import LARGEST, LARGEST_COUNT, any_of, expect, select
+from jamp._loss_scaling import arguments, arithmetic, torch_calls
+from jamp._loss_scaling.arguments import LARGEST, LARGEST_COUNT, any_of, expect
+from jamp._loss_scaling.arithmetic import select
 from jamp.pallas_kernels import all_finite, unscale_and_check
 
 _KEYS = "scale growth_factor backoff_factor growth_interval _growth_tracker".split()
@@ -165,7 +166,7 @@ class GradScaler:
         expect(outputs is not None, outputs, f"{hint} computes one has to return it;")
         if not self.enabled:
             return outputs
-        return arguments.scaled(state.scale, outputs)
+        return arithmetic.scaled(state.scale, outputs)
 
     # Gradients taken under an autocast are in 16 bits, in which they would vanish.
     @_takes_state("unscale(state, grads)")
@@ -226,10 +227,10 @@ class GradScaler:
         backs_off = found & (overflows >= self.hysteresis)
         tracker = state.growth_tracker + 1
         grows = ~found & (tracker == self.growth_interval)
-        grown = arguments.product(state.scale, self.growth_factor)
+        grown = arithmetic.product(state.scale, self.growth_factor)
         grown = jnp.clip(grown, max=self.max_scale)
         scale = jnp.where(grows & jnp.isfinite(grown), grown, state.scale)
-        backed_off = arguments.product(state.scale, self.backoff_factor)
+        backed_off = arithmetic.product(state.scale, self.backoff_factor)
         backed_off = jnp.clip(backed_off, min=self.min_scale)
         return ScalerState(
             scale=jnp.where(backs_off, backed_off, scale),
@@ -276,7 +277,7 @@ class GradScaler:
                 "skips by itself: call its update, or hand step the inner optimizer"
             )
         found = any_of(found_inf, "step") if self.enabled else None
-        grads = grads if found is None else arguments.as_if_finite(found, grads)
+        grads = grads if found is None else arithmetic.as_if_finite(found, grads)
         update = optax.with_extra_args_support(tx).update
         updates, new_opt_state = update(grads, opt_state, params, **extra_args)
         stepped = (optax.apply_updates(params, updates), new_opt_state)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jamp._errors import JampWarning, ScalerError
-from jamp._loss_scaling import arguments
+from jamp._loss_scaling import arguments, arithmetic
 from jamp._loss_scaling.arguments import instances
 from jamp._loss_scaling.scaler import ScalerState
 from jamp._tracing.locations import users_level
@@ -79,7 +79,7 @@ def scale_loss(loss: Any, opt_state: Any) -> Any:
     """
     hint = "; the loss comes first: scale_loss(loss, opt_state)"
     arguments.expect(loss is not None, loss, "the loss must be a number,")
-    return arguments.scaled(find_scale(opt_state, hint), loss)
+    return arithmetic.scaled(find_scale(opt_state, hint), loss)
 
 
 def find_scale(tree: Any, hint: str = "") -> jax.Array:

@@ -9,8 +9,9 @@ import optax
 
 from jamp._autocast import as_written
 from jamp._errors import ScalerError, ScalerTypeError, did_you_mean
-from jamp._loss_scaling import arguments
-from jamp._loss_scaling.arguments import instances, select
+from jamp._loss_scaling import arguments, arithmetic
+from jamp._loss_scaling.arguments import instances
+from jamp._loss_scaling.arithmetic import select
 from jamp._loss_scaling.scaler import GradScaler, ScalerState
 from jamp._loss_scaling.states import DynamicLossScalingState
 from jamp.pallas_kernels import all_finite, unscale_and_check
@@ -149,9 +150,9 @@ class _LossScaling:
         found = self._anywhere(found)
         if self.scaler.enabled:
             found = found | state.overflowed
-        grads = arguments.as_if_finite(found, grads)
+        grads = arithmetic.as_if_finite(found, grads)
         if "grad" in extra_args:
-            extra_args["grad"] = arguments.as_if_finite(found, extra_args["grad"])
+            extra_args["grad"] = arithmetic.as_if_finite(found, extra_args["grad"])
         if isinstance(state.inner_state, optax.MultiStepsState):
             # Its running mean would keep an inf.
             grads = select(found, jax.tree.map(jnp.zeros_like, grads), grads)
@@ -190,7 +191,7 @@ class _LossScaling:
         """Whether a flag is set here, or on another of the shards."""
         if self.axis_name is None or not self.scaler.enabled:
             return flag
-        return arguments.on_any_shard(flag, self.axis_name)
+        return arithmetic.on_any_shard(flag, self.axis_name)
 
     def _unscale(self, state: ScalerState, grads: Any) -> tuple[Any, jax.Array]:
         if self.scaler.enabled:

@@ -1,22 +1,16 @@
-"""What may be traced, taken and returned, and the key that equal calls have in common.
+"""What may be traced, taken and returned."""
 
-Under that an eager call finds the program that an earlier one traced.
-"""
-
-import enum
 import functools
 import inspect
 import sys
 import types
-import weakref
-from collections.abc import Hashable, Iterator, Sequence
-from inspect import unwrap
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jamp._compat import is_plain_array, trace_context
+from jamp._compat import is_plain_array
 from jamp._errors import AutocastTypeError
 
 # What takes a dtype by another keyword than `dtype`, or by none, as no device type.
@@ -33,19 +27,6 @@ def is_array(leaf: Any) -> bool:
     if isinstance(leaf, (np.ndarray, np.generic)):
         return leaf.dtype.kind not in "OSU"
     return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
-
-
-class Constant:
-    """A NumPy value that a `functools.partial` holds: as for JAX, a constant."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Constant) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
 
 
 def refuse_made(result: Any, arguments: Sequence[Any]) -> None:
@@ -165,40 +146,3 @@ _RUN_LATER = {
     "an async function": inspect.iscoroutinefunction,
     "an async generator function": inspect.isasyncgenfunction,
 }
-
-
-_CONSTANTS = (
-    *(bool, int, str, bytes, enum.Enum, np.dtype, type, types.EllipsisType),
-    Constant,
-)
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
-
-
-def signature(leaves: Sequence[Any], tree: Any, options: Hashable) -> Hashable:
-    """What a trace depends on, or None if equal calls cannot be told by it."""
-    parts = [jax.typeof(leaf) if is_array(leaf) else _static(leaf) for leaf in leaves]
-    if None in parts:
-        return None
-    key = (options, tree, tuple(parts), trace_context())
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
-
-
-def _static(leaf: Any) -> Hashable:
-    """A leaf that is no array, as part of a key: 1 is not True, nor 0.0 -0.0."""
-    kind = type(leaf)
-    if isinstance(leaf, (float, complex)):
-        return kind, repr(leaf)
-    if isinstance(leaf, _CONSTANTS):
-        return kind, leaf
-    by_identity: Any = object.__hash__
-    # A function may be wrapped, by JAX or a decorator.
-    if kind.__hash__ is by_identity and not isinstance(unwrap(leaf), _FUNCTIONS):
-        return None  # it may hold something else by the next call
-    try:
-        return kind, hash(leaf), weakref.ref(leaf)
-    except TypeError:
-        return None

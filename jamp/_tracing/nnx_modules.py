@@ -16,7 +16,8 @@ import jax
 import numpy as np
 
 from jamp._errors import AutocastError, AutocastTypeError
-from jamp._tracing.checks import Constant, refuse_made
+from jamp._tracing.cache_key import Constant
+from jamp._tracing.checks import refuse_made
 from jamp._tracing.nnx_graph import (
     Copies,
     apply,

@@ -21,8 +21,9 @@ from jax.tree_util import Partial
 from jamp import _dtypes, _primitives
 from jamp._compat import is_made_by_jax, trace_of
 from jamp._equations import constants, equations
+from jamp._tracing.cache_key import Constant
 from jamp._tracing.casts import make_jaxpr
-from jamp._tracing.checks import Constant, is_array, refuse_made
+from jamp._tracing.checks import is_array, refuse_made
 from jamp._tracing.options import Options
 
 

@@ -1,0 +1,74 @@
+"""What loss scaling computes: products with scales, flags over devices, choices."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jamp._equations import looks_for_nans
+from jamp._errors import ScalerError
+from jamp._loss_scaling.arguments import expect, is_number
+
+
+def scaled(scale: jax.Array, outputs: Any) -> Any:
+    """Every leaf times a scale; see `GradScaler.scale`."""
+
+    def times(leaf: Any) -> jax.Array:
+        expect(is_number(leaf), leaf, "outputs must be arrays or numbers,")
+        array = jnp.asarray(leaf)
+        inexact = jnp.issubdtype(array.dtype, jnp.inexact)
+        # Not promoted: float8 has no implicit promotion.
+        wide = array.dtype if inexact and array.dtype.itemsize >= 4 else jnp.float32
+        keeps = inexact and array.ndim > 0
+        times_scale = array.astype(wide) * jnp.asarray(scale, wide)
+        return times_scale.astype(array.dtype if keeps else wide)
+
+    return jax.tree.map(times, outputs)
+
+
+def product(scale: jax.Array, factor: float) -> jax.Array:
+    """`f32(f64(scale) * factor)`, which is torch's."""
+    if abs(math.frexp(factor)[0]) == 0.5:
+        return jnp.multiply(scale, jnp.float32(factor))
+    with jax.enable_x64(True):
+        wide = jnp.asarray(scale, jnp.float64) * np.float64(factor)
+        return jnp.asarray(wide, jnp.float32)
+
+
+def on_any_shard(flag: jax.Array, axis_name: Any) -> jax.Array:
+    """Whether a flag is set anywhere along mapped axes."""
+    with over_axes(axis_name):
+        return jnp.asarray(jax.lax.psum(flag.astype(jnp.int32), axis_name) > 0)
+
+
+@contextmanager
+def over_axes(axis_name: Any) -> Iterator[None]:
+    """Says of axes that are reduced over what they have to be, if they are not."""
+    try:
+        yield
+    except NameError as error:
+        raise ScalerError(
+            f"axis_name={axis_name!r} names no axis that is mapped here: it is one of "
+            "jax.shard_map, jax.pmap or jax.vmap around the step; arrays that are "
+            "sharded under jax.jit need none"
+        ) from error
+
+
+def select(which: jax.Array, first: Any, second: Any) -> Any:
+    """The first tree where a flag is set, else the second, element by element."""
+    return jax.tree.map(lambda a, b: jnp.where(which, a, b), first, second)
+
+
+def as_if_finite(found: jax.Array, grads: Any) -> Any:
+    """Gradients for an optimizer whose step is thrown away if a flag is set.
+
+    Where JAX looks for NaN, it would raise before that: there, ones take their place,
+    as an optimizer may divide by zeros. Elsewhere it need not wait for the flag.
+    """
+    if not looks_for_nans():
+        return grads
+    return select(found, jax.tree.map(jnp.ones_like, grads), grads)
