@@ -7,17 +7,19 @@ Some of it would not raise if JAX changed it, and jamp would quietly do less:
 import functools
 import inspect
 import os
-import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import jax
 
 # Nothing public turns a setting, such as `jax_remat3`, off for a while.
 from jax._src import config as _config
+
+# No public name tells that JAX calls a jitted function of its own.
+from jax._src import pjit as _pjit
 
 # Nothing public leaves a library's files out of tracebacks, as JAX does its own.
 from jax._src import traceback_util as _traceback_util
@@ -355,45 +357,22 @@ def _run_rule(rule: Callable[..., Any], *arrays: Any) -> Any:
 
 _run_in_own_frames = transformation2(_run_rule)
 
-_CONVERT = "_convert_element_type"
-_JAX = os.path.join(os.path.dirname(jax.__file__), "")
-# What stands between a cast in a program and that function.
-_CASTING = frozenset(
-    "__call__ _astype array asarray astype convert_element_type meth".split()
-)
+_CONVERT, _INFER = "_convert_element_type", "_infer_params"
 
 
-def seeing_casts(see: Callable[[Any, str], Any]) -> AbstractContextManager[None]:
-    """While a program is traced, has JAX return what `see` makes of what is cast.
+def around_casts(make: Callable[[Any], Any]) -> AbstractContextManager[None]:
+    """While a program is traced, has what `make` makes of JAX's function of a cast.
 
-    Args:
-      see: called, in any thread, with a traced array that has the dtype already, and
-        the file of the code that casts it.
+    That takes an array, a dtype and more; it returns an array that has the dtype as it
+    is.
     """
-    return _standing_in(_lax, _CONVERT, functools.partial(_showing, see))
+    return _standing_in(_lax, _CONVERT, make)
 
 
-def _showing(see: Callable[[Any, str], Any], convert: Any) -> Any:
-    def shown(operand: Any, *args: Any, **kwargs: Any) -> Any:
-        result = convert(operand, *args, **kwargs)
-        if result is operand and isinstance(operand, jax.core.Tracer):
-            caster = _caster(sys._getframe(1))
-            if caster is not None:
-                return see(operand, caster.f_code.co_filename)
-        return result
+def around_calls(make: Callable[[Any], Any]) -> AbstractContextManager[None]:
+    """The same of what JAX does first where a jitted function is called in a trace.
 
-    return shown
-
-
-def _caster(frame: FrameType | None) -> FrameType | None:
-    """The frame of the code that asks for a cast to a dtype which it names, if any."""
-    asked = None
-    while frame and frame.f_code.co_filename.startswith(_JAX):
-        if frame.f_code.co_name not in _CASTING:
-            break
-        asked, frame = frame, frame.f_back
-    given = asked.f_locals if asked else {"dtype": None}
-    if given.get("dtype", asked) is None or given.get("ndmin"):
-        return None
-    # What becomes of a list has the dtype that its elements have.
-    return None if isinstance(given.get("object"), list | tuple) else frame
+    That takes the function as it was before, what is known of it, and its arguments as
+    a tuple and a dict.
+    """
+    return _standing_in(_pjit, _INFER, make)

@@ -42,7 +42,7 @@ from jamp._policy.functions import Function
 from jamp._policy.policy import Policy
 from jamp._policy.rules import RECIPROCAL, Rule
 from jamp._tracing import locations
-from jamp._tracing.casts import is_reshard
+from jamp._tracing.casts import is_kept_cast, is_reshard
 from jamp._tracing.options import Options
 from jamp._tracing.regions import Scope
 
@@ -192,7 +192,8 @@ class _Planner:
         user = user_ruling(scope)
         if user is not None or context.forced is not None:
             return _Entry(eqn, scope, user)
-        key = locations.frame_key(eqn)
+        # The user's own line asks for a cast, wherever JAX makes it.
+        key = locations.frame_key(eqn, users=is_kept_cast(eqn))
         if key is None:
             self._warn_no_traceback()
             return _Entry(eqn, scope)

@@ -1,8 +1,9 @@
 """Traces a function to a program in which the user's casts to float32 stand.
 
 JAX drops a cast to the dtype that an array has already. While jamp traces, such a cast
-in a file of the user's leaves a mark, and the marks of a traced program are replaced by
-conversions: a conversion of float32 to float32 is one that the user wrote.
+in a file of the user's leaves a mark, as does a sum that is asked for this dtype, and
+the marks of a traced program are replaced by conversions: a conversion of float32 to
+float32 is one that the user wrote.
 """
 
 from collections.abc import Callable
@@ -12,8 +13,9 @@ import jax
 from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes
-from jamp._compat import own_frames, rules_in_own_frames, seeing_casts
+from jamp._compat import own_frames, rules_in_own_frames
 from jamp._equations import replaced
+from jamp._tracing.asked_dtypes import seeing_casts
 from jamp._tracing.checkpoints import as_checkpoint
 from jamp._tracing.locations import is_users
 from jamp._tracing.options import Options, options_in_force, tracing

@@ -36,9 +36,17 @@ class Call:
 FrameKey = tuple[tuple[int, ...], Sequence[int]]
 
 
-def frame_key(eqn: JaxprEqn) -> FrameKey | None:
-    """What identifies the frames of an equation; None if it has no traceback."""
+def frame_key(eqn: JaxprEqn, *, users: bool = False) -> FrameKey | None:
+    """What identifies the frames of an equation; None if it has no traceback.
+
+    Args:
+      eqn: the equation.
+      users: whether only frames from the user's innermost one on count.
+    """
     codes, offsets = frames(eqn)
+    if users:
+        first = users_frame(code.co_filename for code in codes) or 0
+        codes, offsets = codes[first:], offsets[first:]
     return (tuple(map(id, codes)), offsets) if codes else None
 
 

@@ -271,7 +271,8 @@ def jaxs_own():
     """What jamp stands in for while it traces."""
     primitives = custom_jvp_call_p, custom_vjp_call_p
     binds = [type(primitive).bind_with_trace for primitive in primitives]
-    return getattr(_compat._lax, _compat._CONVERT), *binds
+    functions = (_compat._lax, _compat._CONVERT), (_compat._pjit, _compat._INFER)
+    return *(getattr(*function) for function in functions), *binds
 
 
 def test_jax_is_changed_only_while_jamp_traces():

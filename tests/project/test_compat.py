@@ -11,6 +11,7 @@ from jax.extend.source_info_util import user_context
 
 from jamp import _compat
 from jamp._equations import nested
+from jamp._tracing.asked_dtypes import seeing_casts
 
 
 def equations(fn, *args):
@@ -266,14 +267,17 @@ def test_casts_that_change_nothing_are_seen():
         jnp.float32(x)
         jnp.astype(x, jnp.float32)
         jax.lax.convert_element_type(x, jnp.float32)
+        jnp.concatenate([x, x], dtype=jnp.float32)
+        jnp.sum(x, dtype=jnp.float32), x.mean(dtype=jnp.float32)
         jnp.asarray(x), jnp.array(x, ndmin=1), jnp.array([x, x]), x + x
+        jnp.sum(x), jnp.mean(x), jnp.concatenate([x, x])
 
     def see(array, filename):
         seen.append(filename)
         return array
 
-    with _compat.seeing_casts(see):
+    with seeing_casts(see):
         equations(casts, jnp.ones(3))
-    assert seen.count(__file__) == 6, (
+    assert seen.count(__file__) == 10, (
         "what a program casts to float32 would run in 16 bits, as if it said nothing"
     )
