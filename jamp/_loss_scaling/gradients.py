@@ -30,6 +30,9 @@ else:
         DiffState = Any
 
 
+_MISSING: Any = object()
+
+
 def value_and_grad(
     loss_fn: Callable[..., Any],
     argnums: int | Sequence[int] | nnx.DiffState | Sequence[nnx.DiffState] = 0,
@@ -65,8 +68,13 @@ def value_and_grad(
 
     @functools.wraps(loss_fn, copied_names(loss_fn), updated=())
     def scaled_value_and_grad(
-        opt_state: Any, /, *args: Any, **kwargs: Any
+        opt_state: Any = _MISSING, /, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
+        if opt_state is _MISSING:
+            raise ScalerTypeError(
+                "the state of the optimizer comes first, and by position: "
+                "value_and_grad(loss_fn)(opt_state, params, ...)"
+            )
         scale = _one_scale(opt_state)
 
         @functools.wraps(loss_fn, copied_names(loss_fn), updated=())

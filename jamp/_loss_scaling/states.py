@@ -10,7 +10,7 @@ import optax
 from jamp._errors import JampWarning, ScalerError
 from jamp._loss_scaling import arguments, arithmetic
 from jamp._loss_scaling.arguments import instances
-from jamp._loss_scaling.scaler import ScalerState
+from jamp._loss_scaling.scaler import GradScaler, ScalerState
 from jamp._tracing.locations import users_level
 
 
@@ -158,6 +158,10 @@ def find_state(tree: Any, hint: str = "") -> Any:
     kind = "an array" if isinstance(tree, jax.Array) else type(tree).__name__
     if isinstance(tree, dict):
         hint += "; restore a checkpoint with tx.init(params) as its target"
+    if isinstance(tree, optax.GradientTransformation):
+        hint = "; that of an optimizer tx is tx.init(params)"
+    if isinstance(tree, GradScaler):
+        hint = "; that of a scaler is scaler.init()"
     raise ScalerError(
         f"found no loss scale in {kind}: give it the state of an optimizer made by "
         "jamp.dynamic_loss_scaling, as tx = jamp.dynamic_loss_scaling(tx), or a "

@@ -80,6 +80,8 @@ def _optimizer(inner: Any) -> optax.GradientTransformation:
     hint = ": call it, as in optax.adamw(1e-3)" if callable(inner) else ""
     if isinstance(getattr(inner, "tx", None), optax.GradientTransformation):
         hint = ", which holds one: wrap that one, before this is made of it"
+    if isinstance(inner, GradScaler):
+        hint = ": the optimizer comes first, dynamic_loss_scaling(tx, scaler)"
     raise ScalerTypeError(
         f"inner must be an optax optimizer, got {type(inner).__name__}{hint}"
     )

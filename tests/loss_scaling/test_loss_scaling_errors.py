@@ -222,6 +222,8 @@ def test_swapped_arguments_of_the_functions_show_their_order():
         jamp.scale_loss(state, W[0])
     with pytest.raises(ScalerError, match=r"comes first: metrics\(opt_state, grads\)"):
         jamp.metrics(W, state)
+    with pytest.raises(ScalerTypeError, match="comes first, and by position: value_"):
+        jamp.value_and_grad(jnp.sum)(a=W, opt_state=state)
 
 
 HELD = nnx.Optimizer(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param)
@@ -231,6 +233,8 @@ HELD = nnx.Optimizer(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx
 def test_what_is_no_optimizer_is_refused_at_once(inner):
     message = f"inner must be an optax optimizer, got {type(inner).__name__}"
     hint = "call it, as in optax.adamw" if inner is optax.sgd else ""
+    if isinstance(inner, jamp.GradScaler):
+        hint = r"the optimizer comes first, dynamic_loss_scaling\(tx, scaler\)"
     with pytest.raises(ScalerTypeError, match=f"{message}.*{hint}"):
         jamp.dynamic_loss_scaling(inner)
 

@@ -72,6 +72,15 @@ def test_several_scales_or_none_are_an_error(read):
             read(tree)
 
 
+@pytest.mark.parametrize(
+    ("given", "hint"), [(TX, r"tx.init\(params\)"), (GradScaler(), r"scaler.init\(\)")]
+)
+def test_what_makes_a_state_is_told_from_the_state(given, hint):
+    for read in (jamp.loss_scale, lambda tree: jamp.value_and_grad(quadratic)(tree, 1)):
+        with pytest.raises(ScalerError, match=f"found no loss scale .* is {hint}"):
+            read(given)
+
+
 def test_a_flax_train_state_trains_and_skips():
     state = TrainState.create(apply_fn=None, params=parameters(), tx=TX)
 
