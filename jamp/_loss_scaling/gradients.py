@@ -70,11 +70,6 @@ def value_and_grad(
     def scaled_value_and_grad(
         opt_state: Any = _MISSING, /, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        if opt_state is _MISSING:
-            raise ScalerTypeError(
-                "the state of the optimizer comes first, and by position: "
-                "value_and_grad(loss_fn)(opt_state, params, ...)"
-            )
         scale = _one_scale(opt_state)
 
         @functools.wraps(loss_fn, copied_names(loss_fn), updated=())
@@ -99,6 +94,11 @@ def value_and_grad(
 
 
 def _one_scale(opt_state: Any) -> jax.Array:
+    if opt_state is _MISSING:
+        raise ScalerTypeError(
+            "the state of the optimizer comes first, and by position: "
+            "value_and_grad(loss_fn)(opt_state, params, ...)"
+        )
     scale = find_scale(opt_state, "; the first argument is opt_state")
     if shape := jnp.shape(scale):
         raise ScalerError(
