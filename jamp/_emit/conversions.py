@@ -52,3 +52,21 @@ def rounded(low: Any) -> Any:
     """
     wide = jax.lax.convert_element_type(low, FLOAT32)
     return jax.lax.reduce_precision(wide, 8, jax.numpy.finfo(low.dtype).nmant)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def with_rounded_gradient(dtype: Any, array: Any) -> Any:
+    """The array itself; XLA has to round its gradient to this dtype of 16 bits.
+
+    Otherwise it keeps the float32 that the gradient is rounded from for who sums it, as
+    the gradient of a bias does, and writes and reads it beside the 16 bits.
+    """
+    del dtype
+    return array
+
+
+@with_rounded_gradient.defjvp
+def _rounded_gradient_jvp(dtype: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    low = jax.lax.convert_element_type(tangents[0], dtype)
+    low = jax.lax.optimization_barrier(low)
+    return primals[0], jax.lax.convert_element_type(low, primals[0].dtype)

@@ -22,7 +22,12 @@ from jamp._compat import (
     only_staged,
     settings,
 )
-from jamp._emit.conversions import convert, convert_all, widened_for
+from jamp._emit.conversions import (
+    convert,
+    convert_all,
+    widened_for,
+    with_rounded_gradient,
+)
 from jamp._emit.loop_stacks import Iteration
 from jamp._equations import bind_primitive, number_of
 from jamp._lowerings.hook import bound_as
@@ -33,6 +38,7 @@ from jamp._plan.plan import (
     Cast,
     Float32Call,
     Plan,
+    RoundedGradient,
     Structural,
 )
 from jamp._plan.unrounded.shared_casts import widened_by
@@ -241,6 +247,13 @@ def _emit_broadcast(emitter: Emitter, action: Broadcast, arrays: Arrays) -> Arra
     shape = action.results[0].aval.shape
     dimensions = range(len(shape) - jax.numpy.ndim(arrays[0]), len(shape))
     return [jax.lax.broadcast_in_dim(arrays[0], shape, dimensions)]
+
+
+@emits(RoundedGradient)
+def _emit_rounded_gradient(
+    emitter: Emitter, action: RoundedGradient, arrays: Arrays
+) -> Arrays:
+    return [with_rounded_gradient(action.dtype, arrays[0])]
 
 
 @emits(Bind)

@@ -24,7 +24,7 @@ from jax.extend.source_info_util import current_name_stack, user_context
 from jamp import _primitives
 from jamp._compat import settings
 from jamp._dtypes import FLOAT32, dtype_of, shape_of
-from jamp._emit.conversions import rounded, widened_for
+from jamp._emit.conversions import rounded, widened_for, with_rounded_gradient
 from jamp._emit.emitter import Arrays, Emitter, emits
 from jamp._equations import bind, checkpointed, content, nested, read_by
 from jamp._lowerings.hook import with_own_primitive
@@ -119,6 +119,7 @@ def _apart_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
 
 # Elements of a sum whose roundings change it by less than a sixteenth of one.
 _MANY = 256
+_FEW_PASSES = 8
 # What is worth saving: it takes a pass to compute, or a sort.
 _SAVED = _primitives.REDUCTIONS | _primitives.ORDERS
 _CHOOSING = frozenset({"reduce_max", "reduce_min"})
@@ -188,7 +189,8 @@ def _recomputing(
             return widened_for(saves, array, wide)
         if saves:
             return _in_float32(array)
-        array = _with_rounded_gradient(array) if round_gradient else array
+        if round_gradient:
+            array = with_rounded_gradient(array.dtype, array)
         return jax.lax.convert_element_type(array, FLOAT32)
 
     def widen_and_run(*arrays: Any) -> Any:
@@ -199,6 +201,11 @@ def _recomputing(
         )
 
     policy = partial(_saves, saved)
+    # What puts arrays together again and again, as an associative scan does, takes a
+    # GPU as many passes.
+    passes = sum(eqn.primitive.name in _primitives.ASSEMBLING for eqn in eqns)
+    if action.device_type != "cpu" and passes > _FEW_PASSES:
+        return widen_and_run
     return checkpointed(widen_and_run, policy=policy, prevent_cse=barred)
 
 
@@ -211,18 +218,3 @@ def _in_float32(low: Any) -> Any:
 @_in_float32.defjvp
 def _in_float32_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
     return rounded(*primals), jax.lax.convert_element_type(tangents[0], FLOAT32)
-
-
-@jax.custom_jvp
-def _with_rounded_gradient(array: Any) -> Any:
-    """The array itself; XLA has to round its gradient.
-
-    Otherwise it keeps the float32 that the gradient is rounded from for who sums it, as
-    the gradient of a bias does, and writes and reads it beside the 16 bits.
-    """
-    return array
-
-
-@_with_rounded_gradient.defjvp
-def _rounded_gradient_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
-    return primals[0], jax.lax.optimization_barrier(tangents[0])

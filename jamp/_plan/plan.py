@@ -69,6 +69,13 @@ class Broadcast(Action):
 
 
 @dataclass(frozen=True, eq=False)
+class RoundedGradient(Action):
+    """A float32 value as it is, whose gradient is rounded to 16 bits."""
+
+    dtype: DType
+
+
+@dataclass(frozen=True, eq=False)
 class Run(Action):
     """Equations that run."""
 

@@ -7,8 +7,12 @@ from dataclasses import dataclass, field
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from jamp._plan.plan import Action, Cast, Caster, Float32Call
+from jamp import _primitives
+from jamp._dtypes import FLOAT32, DType
+from jamp._equations import nested
+from jamp._plan.plan import Action, Cast, Caster, Float32Call, RoundedGradient
 from jamp._plan.values import Value
+from jamp._policy.rules import Rule
 
 # Variables of the traced program, and the values that they have.
 Bound = Sequence[tuple[Var, Value]]
@@ -94,6 +98,41 @@ class Groups:
         group = self._making.get(number)
         return group is not None and group.grows and group.low
 
+    def with_rounded_gradients(
+        self, caster: Caster, eqns: Sequence[JaxprEqn], read: Bound
+    ) -> tuple[list[RoundedGradient], Bound]:
+        """What rounds gradients for a GPU, and what equations read then.
+
+        Of functions that the policy has in float32, gradients may cancel.
+        """
+        wide = caster.record.ruling.rule is Rule.FLOAT32
+        if wide or caster.options.device_type == "cpu":
+            return [], read
+        rounded, found = [], []
+        for var, value in read:
+            dtype = self._gradient_dtype(value, eqns)
+            if dtype is not None:
+                given, value = value, Value.of(value.aval, FLOAT32)
+                rounded.append(RoundedGradient((given,), (value,), caster, dtype))
+            found.append((var, value))
+        return rounded, found
+
+    def _gradient_dtype(self, value: Value, eqns: Sequence[JaxprEqn]) -> DType | None:
+        """The 16 bits that the gradient of a value is to be rounded to, if any.
+
+        That of what a norm makes is read twice, and what a costly function sends there
+        is written for that: in 16 bits, if it is rounded.
+        """
+        group = self._making.get(value.number)
+        if group is None or not _hold(eqns, _primitives.TRANSCENDENTAL):
+            return None
+        is_norm = _hold(group.eqns, _primitives.REDUCTIONS)
+        if not is_norm or _hold(group.eqns, _primitives.TRANSCENDENTAL):
+            return None
+        entering = (v for _, v in group.inputs.values() if v.low)
+        shape = value.aval.shape
+        return next((v.dtype for v in entering if v.aval.shape == shape), None)
+
     def read(self, numbers: Iterable[int]) -> None:
         """What makes a value that is read elsewhere does not grow any more."""
         for number in numbers:
@@ -154,6 +193,10 @@ class Groups:
         group.narrowed[value.number] = cast
         self._rounding[cast.results[0].number] = group
         return True
+
+
+def _hold(eqns: Sequence[JaxprEqn], names: Collection[str]) -> bool:
+    return any(eqn.primitive.name in names for eqn in nested(eqns))
 
 
 def actions_of(
