@@ -26,7 +26,7 @@ from rich.progress import track
 from rich.table import Table
 from rivals.flax_program import FlaxProgram
 from rivals.flax_rivals import FlaxRival
-from subjects import SUBJECTS, make_subject
+from subjects import OTHERS, SUBJECTS, make_subject
 
 import jamp
 
@@ -66,7 +66,8 @@ def figures(subject: str, size: str, rival: FlaxRival, devices: int) -> dict[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--subject", choices=SUBJECTS, nargs="+", default=[*SUBJECTS])
+    every = [*SUBJECTS, *OTHERS]
+    parser.add_argument("--subject", choices=every, nargs="+", default=every)
     parser.add_argument("--size", default="gpu")
     parser.add_argument("--devices", type=int, default=1)
     arguments = parser.parse_args()

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from step_summary import draw, errors, summarise, table
-from subjects import SUBJECTS
+from subjects import OTHERS, SUBJECTS
 from timing import LEAST_SECONDS, threads
 
 MODES = ("training", "inference")
@@ -43,7 +43,8 @@ GPU_SECONDS = 0.1
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
-    add("--subject", choices=SUBJECTS, nargs="+", default=SUBJECTS)
+    add("--subject", choices=(*SUBJECTS, *OTHERS), nargs="+", default=SUBJECTS)
+    add("--others", action="store_true", help="other networks than those")
     add("--mode", choices=MODES, nargs="+", default=MODES)
     add("--size", choices=("tiny", "cpu", "gpu"), help="default: that of the device")
     add("--rounds", type=int, default=ROUNDS, help="how often each rival is timed")
@@ -53,6 +54,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--residuals", action="store_true", help="list what autocast saves")
     add("--waiting", type=Path, help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
+    if chosen.others:
+        chosen.subject = OTHERS
     if chosen.size is None:
         chosen.size = default_size()
     if chosen.budget is None:
@@ -71,7 +74,9 @@ def default_size() -> str:
 def file_name(chosen: argparse.Namespace) -> str:
     """A part of the figures goes to a file of its own."""
     parts = ["step_figures" if chosen.figures_only else "steps"]
-    if tuple(chosen.subject) != SUBJECTS:
+    if chosen.others:
+        parts.append("others")
+    elif tuple(chosen.subject) != SUBJECTS:
         parts += chosen.subject
     if tuple(chosen.mode) != MODES:
         parts += chosen.mode

@@ -43,6 +43,11 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
+def squared_error(outputs: jax.Array, targets: jax.Array) -> jax.Array:
+    """The mean squared difference."""
+    return ((outputs - targets) ** 2).mean()
+
+
 def make_text(vocabulary: int, batch: int, length: int) -> tuple[Any, Any]:
     """Random tokens, and for each the one that follows it."""
     text = np.random.default_rng(0).integers(

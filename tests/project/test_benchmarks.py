@@ -18,7 +18,7 @@ from measuring import Comparison, Plan
 from rich.console import Console
 from rivals.flax_program import FlaxProgram
 from rivals.flax_rivals import FlaxRival, flax_rivals
-from subjects import SUBJECTS, make_subject
+from subjects import OTHERS, SUBJECTS, make_subject
 
 pytestmark = pytest.mark.numbers
 
@@ -145,6 +145,7 @@ QUICK = [("mlp", "inference"), ("resnet50", "inference")]
     ("subject", "mode"),
     [
         *((subject, "training") for subject in SUBJECTS),
+        *((other, "training") for other in OTHERS),
         *QUICK,
         *(
             pytest.param(subject, "inference", marks=pytest.mark.slow)
