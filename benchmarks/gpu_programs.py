@@ -67,12 +67,13 @@ def figures(subject: str, size: str, rival: FlaxRival, devices: int) -> dict[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     every = [*SUBJECTS, *OTHERS]
-    parser.add_argument("--subject", choices=every, nargs="+", default=every)
+    parser.add_argument("--subject", choices=every, nargs="+", default=[*SUBJECTS])
+    parser.add_argument("--others", action="store_true", help="other networks")
     parser.add_argument("--size", default="gpu")
     parser.add_argument("--devices", type=int, default=1)
     arguments = parser.parse_args()
     rows: dict[str, dict[str, Any]] = {}
-    for subject in arguments.subject:
+    for subject in OTHERS if arguments.others else arguments.subject:
         rows[subject] = {}
         names = PARALLEL if arguments.devices > 1 else RIVALS
         for name in track(names, subject):
@@ -108,6 +109,7 @@ def main() -> None:
             )
     Console().print(table)
     name = "gpu_programs" if arguments.devices == 1 else "gpu_programs_parallel"
+    name += "-others" if arguments.others else ""
     print(f"written: {write_results(name, {'subjects': rows})}")
 
 
