@@ -67,8 +67,9 @@ def figures(subject: str, size: str, rival: FlaxRival, devices: int) -> dict[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     every = [*SUBJECTS, *OTHERS]
-    parser.add_argument("--subject", choices=every, nargs="+", default=[*SUBJECTS])
-    parser.add_argument("--others", action="store_true", help="other networks")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--subject", choices=every, nargs="+", default=[*SUBJECTS])
+    which.add_argument("--others", action="store_true", help=f"the last {len(OTHERS)}")
     parser.add_argument("--size", default="gpu")
     parser.add_argument("--devices", type=int, default=1)
     arguments = parser.parse_args()

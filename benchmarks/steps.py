@@ -43,8 +43,10 @@ GPU_SECONDS = 0.1
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
-    add("--subject", choices=(*SUBJECTS, *OTHERS), nargs="+", default=SUBJECTS)
-    add("--others", action="store_true", help="other networks than those")
+    which = parser.add_mutually_exclusive_group()
+    every = (*SUBJECTS, *OTHERS)
+    which.add_argument("--subject", choices=every, nargs="+", default=SUBJECTS)
+    which.add_argument("--others", action="store_true", help=f"the last {len(OTHERS)}")
     add("--mode", choices=MODES, nargs="+", default=MODES)
     add("--size", choices=("tiny", "cpu", "gpu"), help="default: that of the device")
     add("--rounds", type=int, default=ROUNDS, help="how often each rival is timed")

@@ -116,10 +116,8 @@ CALLS = {
     "jit": "jaxpr",
     "remat2": "jaxpr",
 }
-# They put parts together.
-ASSEMBLING = _names("concatenate pad stack")
 # They join elements of several operands.
-JOINING = ASSEMBLING | {"select_n"}
+JOINING = _names("concatenate pad select_n stack")
 # Their results are elements of their operands, but for the sign, or zero.
 REARRANGING = _names(
     "broadcast_in_dim concatenate copy dynamic_slice dynamic_update_slice gather jit",

@@ -117,9 +117,10 @@ def _apart_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
     return jax.lax.reduce_precision(primals[0], 8, 24), tangents[0]
 
 
+# With more, as of the levels of an associative scan, a GPU takes many passes.
+_FEW_PADS = 8
 # Elements of a sum whose roundings change it by less than a sixteenth of one.
 _MANY = 256
-_FEW_PASSES = 8
 # What is worth saving: it takes a pass to compute, or a sort.
 _SAVED = _primitives.REDUCTIONS | _primitives.ORDERS
 _CHOOSING = frozenset({"reduce_max", "reduce_min"})
@@ -173,6 +174,8 @@ def _recomputing(
 ) -> Callable[..., list[Any]]:
     """A call that the backward pass runs again, from arrays some of which are low.
 
+    An associative scan is not, on GPUs: it is kept as float32 keeps it.
+
     Barriers keep XLA from sharing it with the forward pass, and from fusing it with
     what is around. On GPUs, unlike CPUs, it computes cheap functions again without.
     """
@@ -200,12 +203,10 @@ def _recomputing(
             *(widened(a, casts.get(i)) if is_low else a for i, (a, is_low) in taken)
         )
 
-    policy = partial(_saves, saved)
-    # What puts arrays together again and again, as an associative scan does, takes a
-    # GPU as many passes.
-    passes = sum(eqn.primitive.name in _primitives.ASSEMBLING for eqn in eqns)
-    if action.device_type != "cpu" and passes > _FEW_PASSES:
+    pads = sum(eqn.primitive.name == "pad" for eqn in eqns)
+    if pads > _FEW_PADS and action.device_type != "cpu":
         return widen_and_run
+    policy = partial(_saves, saved)
     return checkpointed(widen_and_run, policy=policy, prevent_cse=barred)
 
 

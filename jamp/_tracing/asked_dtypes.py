@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import jax
@@ -23,8 +23,9 @@ See = Callable[[Any, str], Any]
 _JAX = os.path.join(os.path.dirname(jax.__file__), "")
 # What stands between a cast in a program and JAX's function of it.
 _CASTING = frozenset(
-    "<listcomp> __call__ _astype _concatenate_array array asarray astype concatenate "
-    "convert_element_type dstack hstack meth stack vstack".split()
+    "<listcomp> __call__ _astype _concatenate_array _cumulative_reduction array "
+    "asarray astype concatenate convert_element_type cumulative_prod dstack hstack "
+    "meth stack vstack".split()
 )
 
 
@@ -78,30 +79,35 @@ def _entering(see: See, infer: Any) -> Any:
 
 def _takes_dtype(fn: Any) -> bool:
     """Whether a function is JAX's, of an array first, and of a `dtype`."""
-    code = getattr(fn, "__code__", None)
-    if code is None or not code.co_filename.startswith(_JAX):
+    if not isinstance(fn, FunctionType) or not fn.__code__.co_filename.startswith(_JAX):
         return False
-    count = code.co_argcount + code.co_kwonlyargcount
-    return "dtype" in code.co_varnames[:count]
+    count = fn.__code__.co_argcount + fn.__code__.co_kwonlyargcount
+    return "dtype" in fn.__code__.co_varnames[:count]
 
 
 def _entered(
     see: See, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of such a function; its array, if it is asked for its own dtype."""
-    given = inspect.signature(fn).bind(*args, **kwargs)
-    name, array = next(iter(given.arguments.items()))
-    dtype = given.arguments.get("dtype")
+    try:
+        given = inspect.signature(fn).bind(*args, **kwargs).arguments
+    except TypeError:
+        return args, kwargs  # JAX raises
+    name, array = next(iter(given.items()), ("", None))
+    dtype = given.get("dtype")
     if dtype is None or not isinstance(array, jax.core.Tracer):
         return args, kwargs
     if jax.dtypes.canonicalize_dtype(dtype) != array.dtype:
         return args, kwargs
+    # Where a function of JAX's, such as the mean, calls another, this ends at
+    # `entered`, around the outer one: nobody asks then.
     frame: FrameType | None = sys._getframe(2)
     while _is_jaxs(frame):
         frame = frame and frame.f_back
-    if frame is not None:
-        given.arguments[name] = see(array, frame.f_code.co_filename)
-    return given.args, given.kwargs
+    if frame is None:
+        return args, kwargs
+    array = see(array, frame.f_code.co_filename)
+    return ((array, *args[1:]), kwargs) if args else (args, {**kwargs, name: array})
 
 
 def _is_jaxs(frame: FrameType | None) -> bool:

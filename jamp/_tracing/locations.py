@@ -44,10 +44,13 @@ def frame_key(eqn: JaxprEqn, *, users: bool = False) -> FrameKey | None:
       users: whether only frames from the user's innermost one on count.
     """
     codes, offsets = frames(eqn)
+    if not codes:
+        return None
     if users:
-        first = users_frame(code.co_filename for code in codes) or 0
+        first = users_frame(code.co_filename for code in codes)
+        first = len(codes) if first is None else first
         codes, offsets = codes[first:], offsets[first:]
-    return (tuple(map(id, codes)), offsets) if codes else None
+    return tuple(map(id, codes)), offsets
 
 
 def calls(key: FrameKey, functions: Mapping[int, Function]) -> Iterator[Call]:

@@ -1,5 +1,7 @@
 """Sums and their like that are asked for float32 of what is float32 as traced."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +23,7 @@ ASKED = {
     "std": lambda y, dtype: jnp.std(y, 0, dtype=dtype),
     "cumsum": lambda y, dtype: jnp.cumsum(y, 0, dtype),
     "cumprod": lambda y, dtype: jnp.cumprod(y, 0, dtype=dtype),
+    "cumulative_prod": lambda y, dtype: jnp.cumulative_prod(y, axis=0, dtype=dtype),
     "nansum": lambda y, dtype: jnp.nansum(a=y, axis=0, dtype=dtype),
     "nanmean": lambda y, dtype: jnp.nanmean(y, 0, dtype=dtype),
     "nanstd": lambda y, dtype: jnp.nanstd(y, 0, dtype=dtype),
@@ -57,6 +60,33 @@ def test_a_dtype_may_be_spelled_as_for_numpy(spelling, device):
     fn = lambda x, w: jnp.mean(x @ w, 0, dtype=spelling)  # noqa: E731
     found = jax.eval_shape(jamp.autocast(fn, device_type=device), x, w)
     assert found.dtype == jnp.float32
+
+
+@each_device
+def test_functions_of_jax_that_the_user_jits_are_called_as_they_are(device):
+    whole = jax.jit(jnp.sum, static_argnums=(1,), static_argnames=("dtype",))
+    some = jax.jit(jnp.mean, static_argnums=(4,), static_argnames=("dtype", "axis"))
+
+    def fn(x, w):
+        y = x @ w
+        return whole(y, 0, dtype=F32), some(y, axis=0, dtype=F32)
+
+    found = jax.eval_shape(jamp.autocast(fn, device_type=device), x, w)
+    assert {result.dtype for result in found} == {jnp.dtype(F32)}
+
+
+@each_device
+def test_a_function_of_jax_alone_is_asked_in_a_checkpoint(device):
+    total = jax.checkpoint(functools.partial(jnp.sum, axis=0, dtype=F32))
+    fn = lambda x, w: total(x @ w)  # noqa: E731
+    found = jax.eval_shape(jamp.autocast(fn, device_type=device), x, w)
+    assert found.dtype == jnp.float32
+
+
+def test_wrong_arguments_are_for_jax_to_name():
+    fn = lambda x, w: jnp.cumsum(x @ w, 0, unknown=1)  # noqa: E731
+    with pytest.raises(TypeError, match=r"cumsum\(\) got an unexpected"):
+        jamp.autocast(fn)(x, w)
 
 
 def test_a_sum_in_float32_holds_what_overflows_float16():

@@ -92,6 +92,8 @@ class Groups:
         self._making: dict[int, Group] = {}
         self._rounding: dict[int, Group] = {}
         self._taking: dict[int, Group] = {}
+        # Values with a gradient that is rounded, by those that they are.
+        self._with_rounded: dict[int, Value] = {}
 
     def grows(self, number: int) -> bool:
         """Whether the group that makes a value may grow by what reads it."""
@@ -110,21 +112,28 @@ class Groups:
             return [], read
         rounded, found = [], []
         for var, value in read:
-            dtype = self._gradient_dtype(value, eqns)
-            if dtype is not None:
-                given, value = value, Value.of(value.aval, FLOAT32)
-                rounded.append(RoundedGradient((given,), (value,), caster, dtype))
-            found.append((var, value))
+            dtype = self._gradient_dtype(value, eqns, caster)
+            if dtype is not None and value.number not in self._with_rounded:
+                made = Value.of(value.aval, FLOAT32)
+                self._with_rounded[value.number] = made
+                rounded.append(RoundedGradient((value,), (made,), caster, dtype))
+            # Gradients of others that read it are added up before it is rounded.
+            found.append((var, self._with_rounded.get(value.number, value)))
         return rounded, found
 
-    def _gradient_dtype(self, value: Value, eqns: Sequence[JaxprEqn]) -> DType | None:
+    def _gradient_dtype(
+        self, value: Value, eqns: Sequence[JaxprEqn], caster: Caster
+    ) -> DType | None:
         """The 16 bits that the gradient of a value is to be rounded to, if any.
 
         That of what a norm makes is read twice, and what a costly function sends there
-        is written for that: in 16 bits, if it is rounded.
+        is written for that: in 16 bits, if it is rounded. What joins the norm is
+        computed again with it.
         """
         group = self._making.get(value.number)
-        if group is None or not _hold(eqns, _primitives.TRANSCENDENTAL):
+        if group is None or group.may_join(Group(caster)):
+            return None
+        if not _hold(eqns, _primitives.TRANSCENDENTAL):
             return None
         is_norm = _hold(group.eqns, _primitives.REDUCTIONS)
         if not is_norm or _hold(group.eqns, _primitives.TRANSCENDENTAL):
