@@ -1,6 +1,6 @@
 """Equations of a program: a walk through all of them, what one reads, binding one."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -164,6 +164,11 @@ def constants(program: Any) -> Iterator[Any]:
         for value in eqn.params.values():
             for held in _programs_of(value):
                 yield from closed(held).consts
+
+
+def holds_any(eqns: Iterable[JaxprEqn], names: Collection[str]) -> bool:
+    """Whether one of these primitives is in some equations, or in their programs."""
+    return any(eqn.primitive.name in names for eqn in nested(eqns))
 
 
 def holds_program(eqn: JaxprEqn) -> bool:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import FrameType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import jax
@@ -56,10 +56,7 @@ def _showing(see: See, convert: Any) -> Any:
 def _caster(frame: FrameType | None) -> FrameType | None:
     """The frame of the code that asks for a cast to a dtype which it names, if any."""
     asked = None
-    while _is_jaxs(frame):
-        assert frame is not None  # noqa: S101 - for mypy
-        if frame.f_code.co_name not in _CASTING:
-            break
+    while frame and _is_jaxs(frame.f_code) and frame.f_code.co_name in _CASTING:
         asked, frame = frame, frame.f_back
     given = asked.f_locals if asked else {"dtype": None}
     if given.get("dtype", asked) is None or given.get("ndmin"):
@@ -79,7 +76,7 @@ def _entering(see: See, infer: Any) -> Any:
 
 def _takes_dtype(fn: Any) -> bool:
     """Whether a function is JAX's, of an array first, and of a `dtype`."""
-    if not isinstance(fn, FunctionType) or not fn.__code__.co_filename.startswith(_JAX):
+    if not isinstance(fn, FunctionType) or not _is_jaxs(fn.__code__):
         return False
     count = fn.__code__.co_argcount + fn.__code__.co_kwonlyargcount
     return "dtype" in fn.__code__.co_varnames[:count]
@@ -102,13 +99,13 @@ def _entered(
     # Where a function of JAX's, such as the mean, calls another, this ends at
     # `entered`, around the outer one: nobody asks then.
     frame: FrameType | None = sys._getframe(2)
-    while _is_jaxs(frame):
-        frame = frame and frame.f_back
+    while frame and _is_jaxs(frame.f_code):
+        frame = frame.f_back
     if frame is None:
         return args, kwargs
     array = see(array, frame.f_code.co_filename)
     return ((array, *args[1:]), kwargs) if args else (args, {**kwargs, name: array})
 
 
-def _is_jaxs(frame: FrameType | None) -> bool:
-    return frame is not None and frame.f_code.co_filename.startswith(_JAX)
+def _is_jaxs(code: CodeType) -> bool:
+    return code.co_filename.startswith(_JAX)

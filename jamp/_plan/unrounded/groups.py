@@ -9,7 +9,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from jamp import _primitives
 from jamp._dtypes import FLOAT32, DType
-from jamp._equations import nested
+from jamp._equations import holds_any
 from jamp._plan.plan import Action, Cast, Caster, Float32Call, RoundedGradient
 from jamp._plan.values import Value
 from jamp._policy.rules import Rule
@@ -101,18 +101,20 @@ class Groups:
         return group is not None and group.grows and group.low
 
     def with_rounded_gradients(
-        self, caster: Caster, eqns: Sequence[JaxprEqn], read: Bound
+        self, group: Group, eqns: Sequence[JaxprEqn], read: Bound
     ) -> tuple[list[RoundedGradient], Bound]:
         """What rounds gradients for a GPU, and what equations read then.
 
         Of functions that the policy has in float32, gradients may cancel.
         """
+        caster = group.caster
         wide = caster.record.ruling.rule is Rule.FLOAT32
         if wide or caster.options.device_type == "cpu":
             return [], read
+        costly = holds_any(eqns, _primitives.TRANSCENDENTAL)
         rounded, found = [], []
         for var, value in read:
-            dtype = self._gradient_dtype(value, eqns, caster)
+            dtype = self._gradient_dtype(value, group) if costly else None
             if dtype is not None and value.number not in self._with_rounded:
                 made = Value.of(value.aval, FLOAT32)
                 self._with_rounded[value.number] = made
@@ -121,24 +123,20 @@ class Groups:
             found.append((var, self._with_rounded.get(value.number, value)))
         return rounded, found
 
-    def _gradient_dtype(
-        self, value: Value, eqns: Sequence[JaxprEqn], caster: Caster
-    ) -> DType | None:
-        """The 16 bits that the gradient of a value is to be rounded to, if any.
+    def _gradient_dtype(self, value: Value, group: Group) -> DType | None:
+        """The 16 bits that a costly function rounds the gradient of a value to, if any.
 
         That of what a norm makes is read twice, and what a costly function sends there
         is written for that: in 16 bits, if it is rounded. What joins the norm is
         computed again with it.
         """
-        group = self._making.get(value.number)
-        if group is None or group.may_join(Group(caster)):
+        norm = self._making.get(value.number)
+        if norm is None or norm.may_join(group):
             return None
-        if not _hold(eqns, _primitives.TRANSCENDENTAL):
+        adds = holds_any(norm.eqns, _primitives.REDUCTIONS)
+        if not adds or holds_any(norm.eqns, _primitives.TRANSCENDENTAL):
             return None
-        is_norm = _hold(group.eqns, _primitives.REDUCTIONS)
-        if not is_norm or _hold(group.eqns, _primitives.TRANSCENDENTAL):
-            return None
-        entering = (v for _, v in group.inputs.values() if v.low)
+        entering = (v for _, v in norm.inputs.values() if v.low)
         shape = value.aval.shape
         return next((v.dtype for v in entering if v.aval.shape == shape), None)
 
@@ -202,10 +200,6 @@ class Groups:
         group.narrowed[value.number] = cast
         self._rounding[cast.results[0].number] = group
         return True
-
-
-def _hold(eqns: Sequence[JaxprEqn], names: Collection[str]) -> bool:
-    return any(eqn.primitive.name in names for eqn in nested(eqns))
 
 
 def actions_of(

@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn
 from jamp import _primitives
 from jamp._compat import scan_counts
 from jamp._dtypes import FLOAT32
-from jamp._equations import nested
+from jamp._equations import holds_any, nested
 from jamp._plan.listed_calls import runs_in_float32
 from jamp._plan.plan import Action, Bind, Cast, Float32Call, Plan, Structural
 from jamp._plan.values import Value, Values
@@ -152,7 +152,7 @@ def _scales_low(action: Bind, known: Callable[[Value], bool]) -> bool:
 
 
 def _sums(eqns: Iterable[JaxprEqn]) -> bool:
-    return any(eqn.primitive.name in _primitives.SUMS for eqn in nested(eqns))
+    return holds_any(eqns, _primitives.SUMS)
 
 
 def _is_number(value: Value) -> bool:

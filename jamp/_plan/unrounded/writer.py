@@ -303,7 +303,7 @@ class _Writer:
         shares: bool = False,
     ) -> None:
         """Adds a group of equations, in place of those that it joins."""
-        rounded, read = self._groups.with_rounded_gradients(group.caster, eqns, read)
+        rounded, read = self._groups.with_rounded_gradients(group, eqns, read)
         for action in rounded:
             self._keep(action)
         numbers = [value.number for _, value in read]
