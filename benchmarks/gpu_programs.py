@@ -69,12 +69,19 @@ def main() -> None:
     every = [*SUBJECTS, *OTHERS]
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--subject", choices=every, nargs="+", default=[*SUBJECTS])
-    which.add_argument("--others", action="store_true", help=f"the last {len(OTHERS)}")
+    which.add_argument(
+        "--others",
+        dest="subject",
+        action="store_const",
+        const=OTHERS,
+        default=[*SUBJECTS],
+        help=f"the last {len(OTHERS)}",
+    )
     parser.add_argument("--size", default="gpu")
     parser.add_argument("--devices", type=int, default=1)
     arguments = parser.parse_args()
     rows: dict[str, dict[str, Any]] = {}
-    for subject in OTHERS if arguments.others else arguments.subject:
+    for subject in arguments.subject:
         rows[subject] = {}
         names = PARALLEL if arguments.devices > 1 else RIVALS
         for name in track(names, subject):
@@ -110,7 +117,7 @@ def main() -> None:
             )
     Console().print(table)
     name = "gpu_programs" if arguments.devices == 1 else "gpu_programs_parallel"
-    name += "-others" if arguments.others else ""
+    name += "-others" if arguments.subject == OTHERS else ""
     print(f"written: {write_results(name, {'subjects': rows})}")
 
 

@@ -46,7 +46,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     which = parser.add_mutually_exclusive_group()
     every = (*SUBJECTS, *OTHERS)
     which.add_argument("--subject", choices=every, nargs="+", default=SUBJECTS)
-    which.add_argument("--others", action="store_true", help=f"the last {len(OTHERS)}")
+    which.add_argument(
+        "--others",
+        dest="subject",
+        action="store_const",
+        const=OTHERS,
+        default=SUBJECTS,
+        help=f"the last {len(OTHERS)}",
+    )
     add("--mode", choices=MODES, nargs="+", default=MODES)
     add("--size", choices=("tiny", "cpu", "gpu"), help="default: that of the device")
     add("--rounds", type=int, default=ROUNDS, help="how often each rival is timed")
@@ -56,8 +63,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--residuals", action="store_true", help="list what autocast saves")
     add("--waiting", type=Path, help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
-    if chosen.others:
-        chosen.subject = OTHERS
     if chosen.size is None:
         chosen.size = default_size()
     if chosen.budget is None:
@@ -76,10 +81,8 @@ def default_size() -> str:
 def file_name(chosen: argparse.Namespace) -> str:
     """A part of the figures goes to a file of its own."""
     parts = ["step_figures" if chosen.figures_only else "steps"]
-    if chosen.others:
-        parts.append("others")
-    elif tuple(chosen.subject) != SUBJECTS:
-        parts += chosen.subject
+    sets = {SUBJECTS: (), OTHERS: ("others",)}
+    parts += sets.get(tuple(chosen.subject), chosen.subject)
     if tuple(chosen.mode) != MODES:
         parts += chosen.mode
     if chosen.rivals:

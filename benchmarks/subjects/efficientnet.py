@@ -2,21 +2,13 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
 
 from subjects._subject import Subject, cross_entropy, make_images
-
-
-class Size(NamedTuple):
-    depth: int
-    features: int
-    pixels: int
-    classes: int
-    batch: int
-
+from subjects.convnext import Size
 
 SIZES = {
     "tiny": Size(depth=1, features=8, pixels=16, classes=10, batch=4),

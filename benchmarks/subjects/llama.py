@@ -1,22 +1,13 @@
 """A decoder like Llama: RMSNorm, rotary positions, a gated layer, tied embeddings."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from subjects._subject import Subject, cross_entropy, make_text
-
-
-class Size(NamedTuple):
-    depth: int
-    width: int
-    heads: int
-    vocabulary: int
-    batch: int
-    length: int
-
+from subjects.transformer import Size
 
 SIZES = {
     "tiny": Size(depth=2, width=16, heads=2, vocabulary=32, batch=2, length=8),
