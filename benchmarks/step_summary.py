@@ -115,13 +115,20 @@ def _cell(number: float | None) -> str:
 
 
 def draw(summaries: list[dict[str, Any]], path: Path) -> None:
-    """Draws step times and memory, a column for each mode, a row for each subject."""
+    """Draws step times and memory, a column for each mode, a row for each subject.
+
+    What was not measured is left out; without anything measured there is no chart.
+    """
+    summaries = [each for each in summaries if _styles([each])]
+    if not summaries:
+        return
     modes = list(dict.fromkeys(summary["mode"] for summary in summaries))
     styles = _styles(summaries)
-    columns = 2 if len(modes) == 1 else 3
+    width = 5.2 * len(modes) + 0.6
+    columns = max(1, int(width / (0.5 + 0.09 * max(map(len, styles)))))
     legend = 0.25 * (2 + len(styles) // columns)
     panel = 1.5 + 0.11 * len(styles) * len(summaries) / len(modes)
-    size = (5.2 * len(modes) + 0.6, 2 * panel + legend)
+    size = (width, 2 * panel + legend)
     with matplotlib.rc_context({"font.size": 12}):
         figure = Figure(figsize=size, facecolor="white")
         axes = figure.subplots(2, len(modes), squeeze=False)
