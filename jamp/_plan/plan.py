@@ -34,6 +34,8 @@ class Context(NamedTuple):
     tried: bool = False  # whether the plan is a trial: only whether it changes counts
     derived: bool = False  # whether JAX has made these equations by jvp or transpose
     transposed: bool = False  # whether by transpose: values here are cotangents
+    # Whether in a loop, which keeps what their backward pass reads for each iteration.
+    looped: bool = False
 
     @property
     def region(self) -> Options:
@@ -102,7 +104,7 @@ class Bind(Run):
 class Float32Call(Run):
     """Equations that run in the float32 that they were traced in, as one function."""
 
-    eqns: Sequence[JaxprEqn]  # the equations, all in the same named scopes
+    eqns: Sequence[JaxprEqn]  # the equations
     invars: Sequence[Any]  # the variables that they read and do not make
     outvars: Sequence[Any]  # those of their results that are wanted
     # For each of `outvars` its cast to 16 bits if that is wanted too; these come last.
@@ -165,6 +167,7 @@ class Plan:
     float32_of_products: dict[int, Value] = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)  # what was decided
     changed: bool = False  # whether anything differs from the program as traced
+    looped: bool = False  # as of a `Context`
 
     def append(self, action: Action) -> None:
         self.actions.append(action)

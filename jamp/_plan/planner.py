@@ -105,7 +105,7 @@ class _Planner:
         self._listed: dict[Policy, tuple[Mapping[int, Function], Any]] = {}
 
     def plan(self, program: Any, inputs: Values, context: Context) -> Plan:
-        plan = Plan(inputs, {value.number for value in inputs})
+        plan = Plan(inputs, {value.number for value in inputs}, looped=context.looped)
         seen = [value.as_read(partial(_rounded, plan)) for value in inputs]
         plan.results = self.inline(program, seen, context, plan, ())
         order = sorted(plan.extras, key=lambda extra: (extra[0], extra[1].name))

@@ -133,10 +133,11 @@ def plan_scan(equation: Equation) -> list[Value]:
     sliced = _parts(params["jaxpr"].in_avals[num_consts + num_carry :], slices)
     # A cast that is made elsewhere has no transpose.
     hoisted = range(0 if equation.context.linear else num_consts)
+    inside = equation._replace(context=equation.context._replace(looped=True))
 
     def body(carried: Values) -> Plan:
         inputs = [*consts, *carried, *sliced]
-        return equation.inner(params["jaxpr"], inputs, hoisted=hoisted)
+        return inside.inner(params["jaxpr"], inputs, hoisted=hoisted)
 
     cotangents = equation.context.transposed
     inner, settled, changed = settled_carry(carry, body, depth, cotangents=cotangents)

@@ -232,6 +232,46 @@ def test_the_gradient_through_a_norm_and_an_activation_is_that_of_float32():
         np.testing.assert_allclose(one, other, atol=8 * 2**-11 * scale)
 
 
+def looped(activation):
+    def loss(params, x):
+        first, second = params
+
+        def step(h, _):
+            return activation(normed(h @ second @ second.T)), None
+
+        return jnp.sum(jax.lax.scan(step, x @ first, length=3)[0]), None
+
+    return loss
+
+
+@pytest.mark.parametrize("device_type", ["gpu", "cpu"])
+@pytest.mark.parametrize("activation", [jax.nn.gelu, jnp.tanh, swish_by_hand])
+def test_of_a_norm_and_its_activation_a_loop_keeps_16_bits(activation, device_type):
+    low = {"gpu": "float16", "cpu": "bfloat16"}[device_type]
+    fn = jamp.autocast(looped(activation), device_type=device_type)
+    found = program_figures.saved_for_backward(fn, *arguments())
+    kept = [str(saved.dtype) for saved in found if saved.shape == (3, *WIDE)]
+    if device_type == "cpu" and MOVES_BFLOAT16_AS_FLOAT32:
+        low = "float32"  # what a loop stacks there, on its way
+    assert kept == [low] * 2  # what enters the products, and the norm
+
+
+@pytest.mark.parametrize("device_type", ["gpu", "cpu"])
+@pytest.mark.parametrize("activation", [jax.nn.gelu, jnp.tanh, swish_by_hand])
+def test_the_gradient_of_a_loop_of_norms_and_activations_is_that_of_float32(
+    activation, device_type
+):
+    loss, args = looped(activation), arguments()
+    cast = jamp.autocast(loss, device_type=device_type)
+    found, expected = (
+        jax.grad(lambda *args, fn=fn: fn(*args)[0])(*args) for fn in (cast, loss)
+    )
+    eps = {"gpu": 2**-11, "cpu": 2**-8}[device_type]
+    for one, other in zip(found, expected, strict=True):
+        scale = float(jnp.abs(other).max())
+        np.testing.assert_allclose(one, other, atol=8 * eps * scale)
+
+
 @pytest.mark.parametrize(("device_type", "again"), [("gpu", False), ("cpu", True)])
 def test_an_associative_scan_is_not_run_again_on_gpus(device_type, again):
     def decayed(h):

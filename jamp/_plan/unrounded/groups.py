@@ -35,12 +35,19 @@ class Group:
         return any(value.low for _, value in self.inputs.values())
 
     def may_join(self, other: Group) -> bool:
-        """Whether another may join: in the same named scopes of the same program."""
+        """Whether another may join: in the same named scopes of the same program.
+
+        In a loop any scopes of the same region will do: what lies between the two, as
+        between a norm and its activation, would be kept for each iteration, and XLA
+        can't compute it again.
+        """
         if not (self.grows and self.low):
             return False
-        (*outer, eqn), (*others, found) = self.caster.source, other.caster.source
+        mine, its = self.caster, other.caster
+        (*outer, eqn), (*others, found) = mine.source, its.source
         names = eqn.source_info.name_stack, found.source_info.name_stack
-        return outer == others and names[0] == names[1]
+        looped = mine.plan.looped and mine.options == its.options
+        return outer == others and (looped or names[0] == names[1])
 
     def add(self, eqns: Iterable[JaxprEqn], taken: Bound, made: Bound) -> None:
         """Adds equations that read some variables and make others.
