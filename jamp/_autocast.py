@@ -40,7 +40,7 @@ from jamp._tracing.options import (
     options_in_force,
     refuse_overruled,
 )
-from jamp._tracing.trace import copied_names, in_functions, trace
+from jamp._tracing.trace import in_functions, trace, wraps
 
 # How many programs a function keeps for its eager calls.
 _PROGRAMS = 128
@@ -107,7 +107,9 @@ def _run(
         if key is None or not traced.repeatable:
             return traced.rebuild(emit(plan, arrays))
         program = jax.make_jaxpr(lambda *arrays: emit(plan, arrays))(*arrays)
-        run = jaxpr_as_fun(program)
+        # NumPy arrays of the user's, which may change in place by the next call.
+        consts = [jax.numpy.array(const) for const in program.consts]
+        run = jaxpr_as_fun(program.replace(consts=consts))
         # Op by op JAX refuses derivative rules in a shard_map, and XLA some shardings.
         at_once = {eqn.primitive.name for eqn in equations(program)} & _AT_ONCE
         found = jax.jit(run) if at_once else run, traced.rebuild
@@ -155,7 +157,7 @@ class Autocast:
             raise AutocastTypeError("autocast takes a function, got an autocast")
         eager_programs = _Programs()
 
-        @functools.wraps(fn, copied_names(fn), updated=())
+        @wraps(fn)
         def under_autocast(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             if not self._arguments.enabled and options_in_force() is None:
                 # As it is, on devices for which there is no policy too.

@@ -13,6 +13,7 @@ from jamp._tracing import regions
 from jamp._tracing.checks import check_function, is_array
 from jamp._tracing.nnx_modules import is_stateful
 from jamp._tracing.options import check_floating, device_kind
+from jamp._tracing.trace import wraps
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -76,10 +77,10 @@ def custom_fwd(
             custom_fwd, device_type=device_type, cast_inputs=cast_inputs
         )
     check_function("custom_fwd", fn)
-    _refuse_without_rules(fn)
+    _refuse_without_rules("custom_fwd", fn)
     source = f"cast_inputs={dtype} of {getattr(fn, '__name__', 'a function')}"
 
-    @functools.wraps(fn)
+    @wraps(fn)
     def with_own_dtypes(*args: Any, **kwargs: Any) -> Any:
         if dtype is None or not is_autocast_enabled(device_type):
             return fn(*args, **kwargs)
@@ -135,6 +136,7 @@ def custom_bwd(
             custom_bwd, device_type=device_type, cast_inputs=cast_inputs
         )
     check_function("custom_bwd", fn)
+    _refuse_without_rules("custom_bwd", fn)
     return custom_fwd(fn, device_type=device_type, cast_inputs=cast_inputs)
 
 
@@ -145,12 +147,12 @@ def _checked(device_type: str | None, cast_inputs: Any) -> _dtypes.DType | None:
     return None if cast_inputs is None else check_floating("cast_inputs", cast_inputs)
 
 
-def _refuse_without_rules(fn: Any) -> None:
+def _refuse_without_rules(name: str, fn: Any) -> None:
     if isinstance(fn, jax.custom_vjp) and fn.bwd is None:
         raise AutocastTypeError(
-            "custom_fwd takes a function or a rule, got a jax.custom_vjp that has no "
+            f"{name} takes a function or a rule, got a jax.custom_vjp that has no "
             "rules yet, whose defvjp it would hide: put @jax.custom_vjp above "
-            "@jamp.custom_fwd"
+            f"@jamp.{name}"
         )
 
 

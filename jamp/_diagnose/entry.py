@@ -110,6 +110,8 @@ def _checked_scale(loss_scale: float | None) -> float | None:
         return None
     try:
         scale = math.fabs(loss_scale)
+    except OverflowError as error:
+        raise AutocastError("loss_scale is too large for a float") from error
     except TypeError as error:
         raise AutocastTypeError(
             f"loss_scale must be a number, got {loss_scale!r}"

@@ -100,7 +100,8 @@ def _operation(record: Record, times: int) -> Operation:
 def _repeats(eqn: JaxprEqn) -> int:
     """How often the program that an equation holds runs, as far as can be told."""
     if eqn.primitive.name == "scan":
-        return int(eqn.params["length"])
+        length = eqn.params["length"]
+        return length if isinstance(length, int) else 1  # of symbolic shapes
     if eqn.primitive.name == "shard_map":
         sizes = eqn.params["mesh"].shape
         return math.prod(sizes[axis] for axis in eqn.params["newly_manual_axes"])

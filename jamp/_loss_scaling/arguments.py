@@ -37,7 +37,7 @@ def saved_numbers(saved: Any, keys: list[str], negative: bool) -> list[float]:
     for key in keys:
         try:
             number = float(saved[key])
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise ScalerTypeError(
                 f"{key!r} of the state dict must be a number, got {saved[key]!r}"
             ) from error
@@ -55,7 +55,8 @@ def saved_numbers(saved: Any, keys: list[str], negative: bool) -> list[float]:
 
 def new_scale_of(old: jax.Array, value: Any) -> jax.Array:
     """A scale to set, or the old one where an array on a device holds none."""
-    if not is_number(value) or isinstance(value, bool | np.bool_):
+    is_real = is_number(value) and not np.iscomplexobj(value)
+    if not is_real or isinstance(value, bool | np.bool_):
         raise ScalerTypeError(f"new_scale must be a number, got {value!r}")
     if np.ndim(value):
         raise ScalerError(f"new_scale must be a scalar, got an array of {value.shape}")

@@ -20,7 +20,7 @@ from jamp._loss_scaling.arithmetic import scaled
 from jamp._loss_scaling.states import find_scale
 from jamp._tracing import nnx_modules
 from jamp._tracing.checks import check_function, is_array, wrong_argnums
-from jamp._tracing.trace import copied_names
+from jamp._tracing.trace import wraps
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -66,13 +66,13 @@ def value_and_grad(
     """
     numbers = _checked_numbers(loss_fn, argnums, inputs)
 
-    @functools.wraps(loss_fn, copied_names(loss_fn), updated=())
+    @wraps(loss_fn)
     def scaled_value_and_grad(
         opt_state: Any = _MISSING, /, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
         scale = _one_scale(opt_state)
 
-        @functools.wraps(loss_fn, copied_names(loss_fn), updated=())
+        @wraps(loss_fn)
         def with_scale(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
             value = loss_fn(*args, **kwargs)
             loss = _loss_in(value, has_aux, options.get("holomorphic", False))
@@ -80,7 +80,7 @@ def value_and_grad(
 
         if isinstance(inspect.unwrap(loss_fn), functools.partial):
             # flax.nnx would take the keywords that it has bound for arguments.
-            del with_scale.__wrapped__
+            del vars(with_scale)["__wrapped__"]
         transform = nnx_modules.value_and_grad(args, kwargs)
         known = numbers if transform is jax.value_and_grad else ()
         fn, args = _of_arrays(with_scale, args, known, options.get("allow_int", False))
@@ -89,7 +89,7 @@ def value_and_grad(
         return value, grads
 
     # The signature of the loss lacks the first argument.
-    del scaled_value_and_grad.__wrapped__
+    del vars(scaled_value_and_grad)["__wrapped__"]
     return api_boundary(scaled_value_and_grad)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, InitVar, dataclass, fields
+from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, NamedTuple, Never
@@ -24,12 +24,19 @@ from jamp.pallas_kernels import all_finite, unscale_and_check
 _KEYS = "scale growth_factor backoff_factor growth_interval _growth_tracker".split()
 _STEP = "step(state, tx, grads, found_inf, opt_state, params)"
 _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
-# What an option may be, and what it becomes, by its annotation.
-_TYPES: dict[Any, tuple[Any, str, type]] = {
-    "bool": (bool | np.bool_, "True or False", bool),
-    "int": (Integral, "an int", int),
-    "float": (Real, "a Python number", float),
-    "float | None": (Real | None, "a Python number", float),
+# What an option may be, that in words, and what it becomes.
+_NUMBER = (Real, "a Python number", float)
+_OPTIONAL = (Real | None, "a Python number", float)
+_COUNT = (Integral, "an int", int)
+_OPTIONS: dict[str, tuple[Any, str, type]] = {
+    "init_scale": _NUMBER,
+    "growth_factor": _NUMBER,
+    "backoff_factor": _NUMBER,
+    "growth_interval": _COUNT,
+    "enabled": (bool | np.bool_, "True or False", bool),
+    "min_scale": _OPTIONAL,
+    "max_scale": _OPTIONAL,
+    "hysteresis": _COUNT,
 }
 
 
@@ -107,7 +114,7 @@ class GradScaler:
                 "a jamp.GradScaler has no device, and takes its options by name, as in "
                 f"GradScaler(init_scale=1024.0): got {device!r}"
             )
-        options = {o.name: getattr(self, o.name) for o in fields(GradScaler)}
+        options = {name: getattr(self, name) for name in _OPTIONS}
         for name, value in _checked(options).items():
             object.__setattr__(self, name, value)
         low, high = self.min_scale, self.max_scale
@@ -356,13 +363,14 @@ class GradScaler:
 def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of a scaler as Python's own numbers, which change no dtype."""
     found = {}
-    for option in fields(GradScaler):
-        if option.name not in options:
-            continue
-        value, (kinds, words, kind) = options[option.name], _TYPES[option.type]
+    for name in filter(options.__contains__, _OPTIONS):
+        value, (kinds, words, kind) = options[name], _OPTIONS[name]
         # A bool is an int too.
-        misplaced = isinstance(value, bool) and option.type != "bool"
+        misplaced = isinstance(value, bool) and kind is not bool
         if misplaced or not isinstance(value, kinds):
-            raise ScalerTypeError(f"{option.name} must be {words}, got {value!r}")
-        found[option.name] = None if value is None else kind(value)
+            raise ScalerTypeError(f"{name} must be {words}, got {value!r}")
+        try:
+            found[name] = None if value is None else kind(value)
+        except OverflowError as error:
+            raise ScalerError(f"{name} is too large for a float") from error
     return found

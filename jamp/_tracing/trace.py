@@ -11,7 +11,7 @@ import inspect
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
 import jax
@@ -25,6 +25,8 @@ from jamp._tracing.cache_key import Constant
 from jamp._tracing.casts import make_jaxpr
 from jamp._tracing.checks import is_array, refuse_made
 from jamp._tracing.options import Options
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Traced(NamedTuple):
@@ -54,14 +56,20 @@ def _positions(leaves: Sequence[Any]) -> list[int]:
     return [position for position, leaf in enumerate(leaves) if is_array(leaf)]
 
 
-def copied_names(fn: Any) -> Sequence[str]:
-    """The names, for `functools.wraps`, of what is copied from a callable object too.
+def wraps(fn: Any) -> Callable[[_F], _F]:
+    """As `functools.wraps`, for callable objects too, whose attributes it leaves.
 
-    Those of attributes are not among them: a module is full of these.
+    A module is full of these.
     """
     # An equinox module that JAX has put together may have a name that is no string.
     named = isinstance(getattr(fn, "__name__", ""), str)
-    return functools.WRAPPER_ASSIGNMENTS if named else ()
+    copied = functools.WRAPPER_ASSIGNMENTS if named else ()
+
+    def wrapping(wrapper: _F) -> _F:
+        functools.update_wrapper(wrapper, fn, copied, updated=())
+        return wrapper
+
+    return wrapping
 
 
 def pass_for(fn: Callable[..., Any], stand_in: Any) -> None:

@@ -3,6 +3,8 @@
 import importlib
 import json
 import math
+import re
+import threading
 import warnings
 from collections.abc import Sequence
 from functools import cache
@@ -17,6 +19,7 @@ from jamp.pallas_kernels.unscale import reference
 KERNELS = ("triton", "mosaic_gpu")
 IMPLEMENTATIONS = ("auto", "xla", *KERNELS)
 _TRITON_ENDS = "The Pallas Triton backend is deprecated"
+_LOADING = threading.Lock()
 
 
 def chosen(implementation: str) -> Any:
@@ -36,11 +39,21 @@ def chosen(implementation: str) -> Any:
     return load(implementation)
 
 
+@cache
 def load(implementation: str) -> Any:
-    with warnings.catch_warnings():
+    # Once: each change of the filters makes Python show the user's warnings again that
+    # it shows once a line, and is every thread's.
+    with _LOADING, warnings.catch_warnings():
         # JAX announces the end of its Triton backend at every import.
         warnings.simplefilter("ignore", DeprecationWarning)
         return importlib.import_module(f"jamp.pallas_kernels.unscale.{implementation}")
+
+
+def ignore_the_end_of_triton() -> None:
+    """Keeps quiet where it is compiled, if the user has not asked for it."""
+    message = re.compile(_TRITON_ENDS, re.IGNORECASE)
+    if ("ignore", message, DeprecationWarning, None, 0) not in warnings.filters:
+        warnings.filterwarnings("ignore", _TRITON_ENDS, DeprecationWarning)
 
 
 def why_not(implementation: str) -> list[str]:
@@ -83,8 +96,7 @@ def fastest(leaves: list[Any]) -> Any:
     best = nearest(measured()["fastest"].get(device.device_kind, ()), size)
     if best == "xla" or why_not(best):
         return reference
-    # Where it is compiled, JAX announces the end of a backend that nobody asked for.
-    warnings.filterwarnings("ignore", _TRITON_ENDS, DeprecationWarning)
+    ignore_the_end_of_triton()
     return load(best)
 
 

@@ -249,6 +249,18 @@ def test_data_of_symbolic_shapes_is_json():
     assert data["figures"]["flops"] == 0  # not known
 
 
+def test_a_loop_of_symbolic_length_counts_once():
+    (length,) = jax.export.symbolic_shape("n")
+
+    def fn(w, xs):
+        return jax.lax.scan(lambda c, x: (c + x @ w, None), xs[0], xs)[0]
+
+    w = jnp.ones((8, 8))
+    shapes = [jax.ShapeDtypeStruct((n, 4, 8), np.float32) for n in (length, 1)]
+    found = [jamp.explain(fn, device_type="gpu")(w, xs).flops for xs in shapes]
+    assert found[0] == found[1] > 0
+
+
 class Attention(nn.Module):
     @nn.compact
     def __call__(self, x):

@@ -113,6 +113,16 @@ def test_what_was_the_fastest_is_in_programs_for_gpus_and_compiles_without_a_war
 
 
 @pytest.mark.usefixtures("measured_card")
+def test_what_chooses_a_kernel_leaves_the_warnings_of_others_alone():
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        for _ in range(4):
+            backends.fastest([jnp.ones(64)])
+            warnings.warn("once a line", UserWarning, stacklevel=1)
+    assert len(shown) == 1
+
+
+@pytest.mark.usefixtures("measured_card")
 @pytest.mark.parametrize("device", ["cpu", jax.devices("cpu")[0]], ids=str)
 def test_a_program_traced_for_another_device_is_exported_without_a_kernel(device):
     step = jax.jit(lambda grads: unscale_and_check(grads, 0.5))

@@ -46,6 +46,8 @@ def test_an_option_may_be_any_number_that_python_can_read(kind):
     [
         ({"growth_interval": 2**31}, "growth_interval must be an int32"),
         ({"hysteresis": 2**31}, "hysteresis must be an int32"),
+        ({"init_scale": 10**400}, "init_scale is too large for a float"),
+        ({"max_scale": 10**400}, "max_scale is too large for a float"),
     ],
 )
 def test_what_would_fail_at_an_update_fails_at_once(config, problem):
@@ -55,7 +57,7 @@ def test_what_would_fail_at_an_update_fails_at_once(config, problem):
     assert same(largest.update(state_of(8.0), False), state_of(8.0, 1))
 
 
-@pytest.mark.parametrize("scale", [True, "2"])
+@pytest.mark.parametrize("scale", [True, "2", 2j, np.complex64(2)])
 def test_a_new_scale_is_a_number(scale):
     with pytest.raises(ScalerTypeError, match="new_scale must be a number, got"):
         GradScaler().update(state_of(8.0), new_scale=scale)

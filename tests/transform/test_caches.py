@@ -73,6 +73,15 @@ def test_a_changed_array_that_an_inner_function_closes_over_is_seen(inside, name
     np.testing.assert_array_equal(fn(X), X * 10)
 
 
+@pytest.mark.parametrize("hold", [lambda fn, w: lambda x: fn(w, x), functools.partial])
+def test_a_numpy_array_that_is_closed_over_stays_as_it_was_traced(hold):
+    w = np.ones(4, np.float32)
+    fn = jamp.autocast(hold(lambda w, x: x * w / w.sum(), w))
+    np.testing.assert_array_equal(fn(X), X / 4)
+    w[:] = 10
+    np.testing.assert_array_equal(fn(X), X / 4)
+
+
 def value_of_gradient(fn):
     return lambda x: jax.value_and_grad(lambda x: fn(x)[1])(x)[0] / x[1] * x
 

@@ -140,6 +140,17 @@ def test_a_decorated_function_keeps_its_name():
     assert (named.__name__, named.__doc__) == ("named", "Documented.")
 
 
+def test_a_decorated_module_does_not_hand_on_its_attributes():
+    class Scaled:
+        def __init__(self):
+            self.factor = jnp.ones(3)
+
+        def __call__(self, x):
+            return x * self.factor
+
+    assert not hasattr(jamp.custom_fwd(Scaled()), "factor")
+
+
 @pytest.mark.parametrize("decorator", [jamp.custom_fwd, jamp.custom_bwd])
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
@@ -156,10 +167,11 @@ def test_a_decorated_function_keeps_its_name():
         (
             {"fn": jax.custom_vjp(jnp.sin)},
             jamp.AutocastTypeError,
-            "put @jax.custom_vjp",
+            "custom_[fb]wd takes .* put @jax.custom_vjp above @jamp.custom_[fb]wd",
         ),
     ],
 )
 def test_wrong_arguments_are_named(decorator, arguments, error, words):
+    words = words.replace("custom_[fb]wd", decorator.__name__)
     with pytest.raises(error, match=words):
         decorator(**arguments)
