@@ -51,7 +51,7 @@ def casts_in_jaxpr(jaxpr: Any) -> int:
     return sum(
         eqn.primitive.name == "convert_element_type"
         and eqn.invars[0].aval.dtype != eqn.outvars[0].aval.dtype
-        for eqn in equations(jaxpr)
+        for eqn in equations(jaxpr, once=False)
     )
 
 

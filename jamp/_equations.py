@@ -20,21 +20,38 @@ from jamp._primitives import CALLS
 
 
 def equations(
-    program: Any, enter: Callable[[JaxprEqn], bool] = lambda eqn: True
+    program: Any,
+    enter: Callable[[JaxprEqn], bool] = lambda eqn: True,
+    *,
+    once: bool = True,
 ) -> Iterator[JaxprEqn]:
-    """The equations of a jaxpr, and those inside of equations that `enter` admits."""
-    return nested(program.eqns, enter)
+    """The equations of a jaxpr, and those inside of equations that `enter` admits.
+
+    Those of a program that several equations call come once, or at each call.
+    """
+    return nested(program.eqns, enter, once=once)
 
 
 def nested(
-    eqns: Iterable[JaxprEqn], enter: Callable[[JaxprEqn], bool] = lambda eqn: True
+    eqns: Iterable[JaxprEqn],
+    enter: Callable[[JaxprEqn], bool] = lambda eqn: True,
+    *,
+    once: bool = True,
 ) -> Iterator[JaxprEqn]:
     """Some equations, each followed by those that it holds; see `equations`."""
-    for eqn in eqns:
-        yield eqn
-        if enter(eqn):
+    entered: set[int] = set()
+
+    def walk(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
+        for eqn in eqns:
+            yield eqn
+            if not enter(eqn):
+                continue
             for inner in jaxprs_in_params(eqn.params):
-                yield from nested(inner.eqns, enter)
+                if not (once and id(inner) in entered):
+                    entered.add(id(inner))
+                    yield from walk(inner.eqns)
+
+    return walk(eqns)
 
 
 def replaced(
@@ -48,6 +65,8 @@ def replaced(
     The programs that are known by their id, by now, are not made again, so that what
     several equations call stays one program.
     """
+    if id(program) in known:
+        return known[id(program)]
     if not any(map(wanted, equations(program))):
         return program
 
@@ -60,12 +79,11 @@ def replaced(
         eqn = change(eqn) if wanted(eqn) else eqn
         return eqn.replace(params={n: inside(value) for n, value in eqn.params.items()})
 
-    if id(program) not in known:
-        if isinstance(program, Jaxpr):
-            parts = {"eqns": list(map(changed, program.eqns))}
-        else:
-            parts = {"jaxpr": replaced(program.jaxpr, wanted, change, known)}
-        known[id(program)] = program.replace(**parts)
+    if isinstance(program, Jaxpr):
+        parts = {"eqns": list(map(changed, program.eqns))}
+    else:
+        parts = {"jaxpr": replaced(program.jaxpr, wanted, change, known)}
+    known[id(program)] = program.replace(**parts)
     return known[id(program)]
 
 

@@ -1,5 +1,6 @@
 """What tests read in a jaxpr: its equations, their dtypes, its text."""
 
+import functools
 import re
 from collections import Counter
 
@@ -8,8 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from jamp._equations import equations
+from jamp import _equations
 from jamp._lowerings.releases import MOVES_BFLOAT16_AS_FLOAT32
+
+# Those of a function at each of its calls.
+equations = functools.partial(_equations.equations, once=False)
 
 LOW = (np.dtype(np.float16), np.dtype(jnp.bfloat16))
 

@@ -188,7 +188,9 @@ def examine(
     if settings.loss_scale is not None:
         values[-1] = values[-1]._replace(scaled=True)
     found: dict[Any, Measured] = {}
-    inlined = equations(program.closed, lambda eqn: eqn.primitive.name in CALLS)
+    inlined = equations(
+        program.closed, lambda eqn: eqn.primitive.name in CALLS, once=False
+    )
     with progress(sum(eqn.primitive.name not in CALLS for eqn in inlined)) as advance:
         results = Walk(steps, advance, found, Scope()).run(program.closed, values)
     measured, first = list(found.values()), len(results) - len(subject.differentiated)

@@ -41,7 +41,6 @@ from jamp._plan.plan import (
     RoundedGradient,
     Structural,
 )
-from jamp._plan.unrounded.shared_casts import widened_by
 from jamp._plan.values import Value
 from jamp._policy.rules import Rule
 from jamp._tracing.locations import location
@@ -225,7 +224,7 @@ def _sharing(
         return action, arrays
     places = [
         place
-        for place in widened_by(action)
+        for place in action.widens
         if action.operands[place].number in wide and place not in action.shared
     ]
     if not places:

@@ -58,22 +58,21 @@ def emit_cond(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
 
 @emits("remat2")
 def emit_checkpoint(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
-    params, (plan,) = action.eqn.params, action.plans
+    (plan,), (taken, wide) = action.plans, action.parted(arrays)
     # They may be wider than planned: the loop that it stands in saves them so.
     dtypes = [value.dtype for value in plan.arguments]
-    if params["differentiated"]:
-        # One of a backward pass, which `jax.checkpoint` would take for one without, and
-        # XLA for what the forward pass has computed already.
-        taken = convert_all(arrays, dtypes)
-        program = emitter.closed(plan, taken)
-        if not program.consts:
-            return bind(action.eqn, taken, jaxpr=program.jaxpr)
+    taken = convert_all(taken, dtypes)
+    # As it is, one of a backward pass too, which `jax.checkpoint` would take for one
+    # without, and XLA for what the forward pass has computed already.
+    program = emitter.closed(plan, taken, wide=wide)
+    if not program.consts:
+        return bind(action.eqn, [*taken, *wide.values()], jaxpr=program.jaxpr)
 
     def run(arrays: Arrays, wide: Mapping[int, Any]) -> list[Any]:
-        return emitter.run(plan, convert_all(arrays, dtypes), wide=wide)
+        return emitter.run(plan, arrays, wide=wide)
 
-    options = {name: params[name] for name in ("prevent_cse", "policy")}
-    return list(checkpointed(run, **options)(*action.parted(arrays)))
+    options = {name: action.eqn.params[name] for name in ("prevent_cse", "policy")}
+    return list(checkpointed(run, **options)(taken, wide))
 
 
 @emits("shard_map")

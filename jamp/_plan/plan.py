@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jamp import _dtypes
+from jamp._compat import scan_counts
 from jamp._dtypes import FLOAT32, DType
 from jamp._equations import closed
 from jamp._plan.records import Record, Ruling
@@ -52,6 +53,14 @@ class Action:
     def source(self) -> Source:
         return self.caster.source if self.caster else ()
 
+    @property
+    def widens(self) -> Sequence[int]:
+        """The places of 16-bit operands that it reads in float32.
+
+        It may be handed casts of these, which their gradients go to, as last operands.
+        """
+        return ()
+
 
 @dataclass(frozen=True, eq=False)
 class Cast(Action):
@@ -59,6 +68,10 @@ class Cast(Action):
 
     rounds: bool = False  # whether a rule rounds what was computed in float32
     shared: Sequence[int] = ()  # as of a `Float32Call`
+
+    @property
+    def widens(self) -> Sequence[int]:
+        return [0] if self.operands[0].low and self.dtype == FLOAT32 else ()
 
     @property
     def dtype(self) -> DType:
@@ -113,6 +126,10 @@ class Float32Call(Run):
     # elsewhere; these casts come after the operands, in the same order.
     shared: Sequence[int] = ()
 
+    @property
+    def widens(self) -> Sequence[int]:
+        return [place for place, v in enumerate(self.operands) if v.low]
+
 
 @dataclass(frozen=True, eq=False)
 class Structural(Run):
@@ -139,6 +156,33 @@ class Structural(Run):
     def is_call(self) -> bool:
         """Whether it calls one program, which may be handed float32 for 16 bits."""
         return self.kind in ("jit", "custom_jvp_call")
+
+    @property
+    def widens(self) -> Sequence[int]:
+        if self.context.linear:
+            return ()
+        first = 1 if self.kind == "cond" else 0
+        return [
+            place
+            for place in self._handed_in
+            if self.operands[place].low
+            and any(place - first in plan.widened for plan in self.plans)
+        ]
+
+    @property
+    def _handed_in(self) -> Sequence[int]:
+        """The places of operands that the programs take as they are."""
+        params, count = self.eqn.params, len(self.eqn.invars)
+        if self.kind == "scan":
+            consts, carry = scan_counts(params)
+            return [*range(consts), *range(consts + carry, count)]
+        if self.kind == "cond":
+            return range(1, count)
+        whole = self.kind in ("jit", "shard_map") or (
+            # The backward half of another is one program for JAX, and stays so.
+            self.kind == "remat2" and not params["differentiated"]
+        )
+        return range(count) if whole else ()
 
     @property
     def slots(self) -> list[int]:
@@ -172,6 +216,12 @@ class Plan:
     def append(self, action: Action) -> None:
         self.actions.append(action)
         self.makers.update((value.number, action) for value in action.results)
+
+    @cached_property
+    def widened(self) -> frozenset[int]:
+        """The places of inputs that the actions of a finished plan read in float32."""
+        found = {a.operands[place].number for a in self.actions for place in a.widens}
+        return frozenset(p for p, v in enumerate(self.inputs) if v.number in found)
 
     @property
     def arguments(self) -> Values:

@@ -131,7 +131,9 @@ class _Planner:
         """
         slots = frozenset(hoisted)
         known = tuple((value.dtype, value.traits) for value in operands)
-        key = (id(program), known, context, slots)
+        # What is closed for this call is another object at each.
+        ids = id(program.jaxpr), *map(id, program.consts)
+        key = (ids, known, context, slots)
         if key not in self._inner:
             inputs = [
                 Value(v.aval, v.traits, slot=slot if slot in slots else None)

@@ -77,7 +77,7 @@ def settled(
     Raises:
       AutocastError: an option that was given holds nowhere.
     """
-    found = {*_under_autocast(program, ())}
+    found = {*_under_autocast(program, (), set())}
     functions = [*filter(None, found)]
     whole = None not in found
     if given and whole:
@@ -89,7 +89,9 @@ def settled(
     return replace(options, enabled=False, source="outside of autocast")
 
 
-def _under_autocast(program: Any, outer: tuple[_Mark, ...]) -> Iterator[Options | None]:
+def _under_autocast(
+    program: Any, outer: tuple[_Mark, ...], seen: set[Any]
+) -> Iterator[Options | None]:
     """Of operations the options of the function under autocast that they stand in.
 
     None stands for no region at all; of those in other regions nothing is told.
@@ -98,7 +100,9 @@ def _under_autocast(program: Any, outer: tuple[_Mark, ...]) -> Iterator[Options 
         marks = (*outer, *_marks(eqn))
         held = [*jaxprs_in_params(eqn.params)]
         for inner in held:
-            yield from _under_autocast(inner, marks)
+            if (id(inner), marks) not in seen:
+                seen.add((id(inner), marks))
+                yield from _under_autocast(inner, marks, seen)
         functions = [mark.options for mark in marks if mark.of_function]
         enabled = [options for options in functions if options.enabled]
         counts = not held and eqn.primitive.name != "convert_element_type"

@@ -11,6 +11,7 @@ from jaxprs import matmul_dtypes
 
 import jamp
 from jamp._emit import custom_functions
+from jamp._equations import equations
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 8)), jnp.float32)
 W = jnp.asarray(np.random.default_rng(1).normal(size=(8, 8)) / 3, jnp.float32)
@@ -227,3 +228,32 @@ def test_a_rule_for_a_scope_holds_in_rules_of_functions_there_alone():
     wrapped = jamp.autocast(loss, policy=policy)
     products = matmul_dtypes(jax.make_jaxpr(jax.grad(wrapped))(X))
     assert [left for left, _ in products] == ["float16", "float32"]
+
+
+@pytest.mark.parametrize("transform", [jax.checkpoint, jax.jit])
+def test_calls_of_one_function_are_one_program(transform):
+    layer = transform(lambda x: jnp.tanh(x @ W))
+
+    def network(x):
+        for _ in range(5):
+            x = layer(x)
+        return x
+
+    program = jax.make_jaxpr(jamp.autocast(network))(X)
+    name = program.eqns[-1].primitive.name
+    calls = [eqn for eqn in program.eqns if eqn.primitive.name == name]
+    assert len(calls) == 5
+    # The first takes the argument, others what a layer has made.
+    assert len({id(eqn.params["jaxpr"]) for eqn in calls[1:]}) == 1
+
+
+@pytest.mark.parametrize("transform", [jax.checkpoint, jax.jit])
+def test_functions_that_call_others_twice_are_traced_in_no_more_time(transform):
+    def twice(function):
+        return transform(lambda x: function(function(x)))
+
+    function = lambda x: jnp.tanh(x @ W)  # noqa: E731
+    for _ in range(24):  # it stands there a million times
+        function = twice(function)
+    program = jax.make_jaxpr(jamp.autocast(function))(X)
+    assert len([*equations(program)]) < 300

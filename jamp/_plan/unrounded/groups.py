@@ -178,19 +178,21 @@ class Groups:
         grown = max(joined, key=lambda found: len(found.eqns), default=group)
         for found in (found for found in joined if found is not grown):
             grown.absorb(found)
-            self._note(grown, found.made)
+            self._note(grown, found.inputs.values(), found.made)
         grown.caster, grown.grows = group.caster, group.grows
         grown.narrowed.update(group.narrowed)
         return grown
 
-    def add(self, group: Group, made: Bound) -> None:
-        """Adds a group that by now makes some more values."""
-        self._note(group, [value.number for _, value in made])
-        # Of several groups that take a value, others join the last that grew.
-        lows = (number for number, (_, value) in group.inputs.items() if value.low)
-        self._taking.update(dict.fromkeys(lows, group))
+    def add(self, group: Group, read: Bound, made: Bound) -> None:
+        """Adds a group that by now reads and makes some more values."""
+        self._note(group, read, [value.number for _, value in made])
 
-    def _note(self, group: Group, made: Iterable[int]) -> None:
+    def _note(
+        self, group: Group, read: Iterable[tuple[Var, Value]], made: Iterable[int]
+    ) -> None:
+        # Of several groups that take a value, others join the last that came to.
+        lows = (value.number for _, value in read if value.low)
+        self._taking.update(dict.fromkeys(lows, group))
         casts = group.narrowed
         rounded = [
             casts[number].results[0].number for number in made if number in casts

@@ -21,7 +21,10 @@ class Elements:
     ):
         self._kind = kind
         self._at_hand = at_hand
-        self._known: dict[int, frozenset[int]] = {}
+        # By the numbers of values. Sets of them are masks: one of a long program, in
+        # which each value has elements of all before it, takes a bit for each.
+        self._known: dict[int, int] = {}
+        self._bits: dict[int, int] = {}
 
     def trace(self, action: Bind | Structural, read: Sequence[Value]) -> None:
         """Notes what the results of an action, which reads some values, come from."""
@@ -40,13 +43,13 @@ class Elements:
         """
         exact = self._of(filter(self._at_hand, read))
         rounded = [v for v in read if v.low and not self._at_hand(v)]
-        return not exact.isdisjoint(self._of(rounded))
+        return bool(exact & self._of(rounded))
 
-    def _of(self, values: Iterable[Value]) -> frozenset[int]:
+    def _of(self, values: Iterable[Value]) -> int:
         """Values at hand whose elements some values may have, these among them."""
-        found: set[int] = set()
+        found = 0
         for value in values:
-            found |= self._known.get(value.number, frozenset())
+            found |= self._known.get(value.number, 0)
             if self._at_hand(value):
-                found.add(value.number)
-        return frozenset(found)
+                found |= self._bits.setdefault(value.number, 1 << len(self._bits))
+        return found

@@ -313,7 +313,7 @@ class _Writer:
         self._groups.read(numbers)
         group = self._groups.merged(group, joined)
         group.add(eqns, read, made)
-        self._groups.add(group, made)
+        self._groups.add(group, read, made)
         self._items[group] = None
 
     def _cast(self, action: Cast) -> None:
