@@ -22,6 +22,8 @@ from jamp._tracing.locations import Location, location
 
 
 class Origin(enum.Enum):
+    """What gave an equation its rule."""
+
     REGION = "region"
     SCOPE = "scope"
     FUNCTION = "function"

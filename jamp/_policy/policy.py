@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property, lru_cache
 from importlib.util import find_spec
@@ -64,15 +64,16 @@ class Policy:
                 "float32_gradients must be True or False, got "
                 f"{self.float32_gradients!r}"
             )
-        for name in ("primitives", "functions", "scopes"):
+        for name, (what, fits) in _FIELDS.items():
             given = getattr(self, name)
-            if not isinstance(given, tuple) or not all(
-                isinstance(rule, Rule) for _, rule in given
-            ):
-                raise PolicyError(
-                    f"{name} must be a tuple of pairs of an entry and a rule; "
-                    "with_rules and scoped take the names of rules"
-                )
+            for entry in given if isinstance(given, tuple) else (given,):
+                if not fits(entry):
+                    raise PolicyError(
+                        f"{name} must be a tuple of {what}, got {entry!r}; load, "
+                        "with_rules and scoped take names"
+                    )
+        for primitive, _ in self.primitives:
+            check_primitive(primitive)
 
     @classmethod
     def load(cls, source: str | Path) -> Policy:
@@ -176,7 +177,7 @@ class Policy:
             raise PolicyError(
                 f"{name.name} is a function, not a primitive: ask rule(function=...)"
             )
-        names = tuple(scope.split("/")) if isinstance(scope, str) else scope
+        names = tuple(scope.split("/") if isinstance(scope, str) else scope)
         found = self._matching(names)
         if found:
             return found[-1][1]
@@ -267,6 +268,28 @@ class Policy:
             reads = f"{', '.join(unsafe.primitives)} of {', '.join(unsafe.of)}"
             sections.append(f"unsafe in {unsafe.dtype.name}\n  {reads}")
         return "\n\n".join(sections)
+
+
+def _pair_of(kind: type) -> Callable[[Any], bool]:
+    def fits(pair: Any) -> bool:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            return False
+        return isinstance(pair[0], kind) and isinstance(pair[1], Rule)
+
+    return fits
+
+
+# What the tuples of a policy hold, in words, and whether something is that.
+_FIELDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "primitives": ("pairs of a name and a rule", _pair_of(str)),
+    "functions": ("pairs of a function of a policy and a rule", _pair_of(Function)),
+    "scopes": ("pairs of a pattern and a rule", _pair_of(str)),
+    "unsafe": ("those of a loaded policy", lambda e: isinstance(e, Unsafe)),
+    "activation_results": (
+        "functions of a policy",
+        lambda entry: isinstance(entry, Function),
+    ),
+}
 
 
 def entries(policy: Policy) -> Iterator[tuple[str, str, Rule]]:

@@ -13,12 +13,14 @@ DEVICES = {"gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "cpu": "cpu", "tpu": "tpu
 
 
 class Rule(enum.Enum):
-    LOWER = "lower"
-    FLOAT32 = "float32"
-    INTERNAL_FLOAT32 = "internal_float32"
-    PROMOTE = "promote"
-    AS_TRACED = "as_traced"
-    BANNED = "banned"
+    """What a policy says of an operation; its value is the name that tables have."""
+
+    LOWER = "lower"  # in 16 bits
+    FLOAT32 = "float32"  # in float32, as its result
+    INTERNAL_FLOAT32 = "internal_float32"  # in float32, its result as what comes in
+    PROMOTE = "promote"  # in the widest dtype of what comes in
+    AS_TRACED = "as_traced"  # in the dtypes of the program as written
+    BANNED = "banned"  # not at all: it raises
 
 
 RULE_NAMES = tuple(rule.value for rule in Rule)

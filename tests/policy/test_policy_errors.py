@@ -1,10 +1,15 @@
-"""Tables of policies with something wrong in them, and files that are no tables."""
+"""Policies with something wrong in them: tables, files that are none, and fields."""
 
+import dataclasses
 import re
 
+import jax.numpy as jnp
 import pytest
 
 import jamp
+
+GPU = jamp.Policy.load("gpu")
+RULE = GPU.rule("exp")
 
 TYPOS = {
     "unknown key": ('[lowr]\nprimitives = ["exp"]', ["lowr", "did you mean 'lower'"]),
@@ -124,3 +129,25 @@ def test_a_file_that_is_no_text_raises(tmp_path):
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(jamp.PolicyError, match=re.escape("mine.toml")):
         jamp.Policy.load(path)
+
+
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        ({"dtype": jnp.float32}, "must be float16 or bfloat16, got"),
+        ({"dtype": "low"}, "must be float16 or bfloat16, got 'low'"),
+        ({"float32_gradients": "no"}, "must be True or False, got 'no'"),
+        ({"scopes": (("a", "float32"),)}, "scopes must be a tuple of pairs"),
+        ({"primitives": [("sin", "float32")]}, "primitives must be a tuple"),
+        ({"primitives": (("dot_genral", RULE),)}, "did you mean 'dot_general'"),
+        ({"functions": (("jax.nn.softmax", RULE),)}, "functions must be .* got"),
+        ({"scopes": ((3, RULE),)}, "scopes must be .* got .3, "),
+        ({"scopes": (("a",),)}, "scopes must be .* got .'a',"),
+        ({"scopes": "lm_head"}, "scopes must be .* got 'lm_head'"),
+        ({"unsafe": ("log",)}, "unsafe must be .* got 'log'"),
+        ({"activation_results": ("relu",)}, "activation_results must be .* got 'relu'"),
+    ],
+)
+def test_wrong_fields_of_a_policy_raise_and_say_what(wrong, words):
+    with pytest.raises(jamp.PolicyError, match=words):
+        dataclasses.replace(GPU, **wrong)
