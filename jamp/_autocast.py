@@ -331,11 +331,6 @@ def unwrapped(function: str, fn: Any, given: Mapping[str, Any]) -> Unwrapped:
     return Unwrapped(inner, own, None, own_output)
 
 
-def as_written(fn: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A function of loss scaling, which an autocast around it leaves as it is."""
-    return api_boundary(regions.as_written("loss scaling, as it is written")(fn))
-
-
 def is_autocast_enabled(device_type: str | None = None) -> bool:
     """Whether code at this point is traced under an enabled autocast.
 

@@ -1,17 +1,27 @@
 """What loss scaling computes: products with scales, flags over devices, choices."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jamp._compat import api_boundary
 from jamp._equations import looks_for_nans
 from jamp._errors import ScalerError
 from jamp._loss_scaling.arguments import expect, is_number
+from jamp._tracing import regions
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def outside_of_autocast(fn: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A function of loss scaling, which an autocast around it leaves as it is."""
+    return api_boundary(regions.as_written("loss scaling, as it is written")(fn))
 
 
 def scaled(scale: jax.Array, outputs: Any) -> Any:

@@ -6,13 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jamp._autocast import as_written
 from jamp._dtypes import widened
-from jamp._loss_scaling.arithmetic import over_axes
+from jamp._loss_scaling.arithmetic import outside_of_autocast, over_axes
 from jamp._loss_scaling.states import DynamicLossScalingState, find_state
 
 
-@as_written
+@outside_of_autocast
 def metrics(
     opt_state: Any, grads: Any = None, *, axis_name: Any = None
 ) -> dict[str, jax.Array]:

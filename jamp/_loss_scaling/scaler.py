@@ -14,11 +14,10 @@ import numpy as np
 import optax
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from jamp._autocast import as_written
 from jamp._errors import ScalerError, ScalerTypeError
 from jamp._loss_scaling import arguments, arithmetic, torch_calls
 from jamp._loss_scaling.arguments import LARGEST, LARGEST_COUNT, any_of, expect
-from jamp._loss_scaling.arithmetic import select
+from jamp._loss_scaling.arithmetic import outside_of_autocast, select
 from jamp.pallas_kernels import all_finite, unscale_and_check
 
 _KEYS = "scale growth_factor backoff_factor growth_interval _growth_tracker".split()
@@ -177,7 +176,7 @@ class GradScaler:
 
     # Gradients taken under an autocast are in 16 bits, in which they would vanish.
     @_takes_state("unscale(state, grads)")
-    @as_written
+    @outside_of_autocast
     def unscale(self, state: ScalerState, grads: Any) -> tuple[Any, jax.Array]:
         """Divides gradients by the scale, and checks them for overflows.
 
@@ -206,7 +205,7 @@ class GradScaler:
         return unscaled, found_inf | (inverse == 0)
 
     @_takes_state("update(state, found_inf)")
-    @as_written
+    @outside_of_autocast
     def update(
         self, state: ScalerState, found_inf: Any = None, new_scale: Any = None
     ) -> ScalerState:
@@ -246,7 +245,7 @@ class GradScaler:
         )
 
     @_takes_state(_STEP)
-    @as_written
+    @outside_of_autocast
     def step(
         self,
         state: ScalerState,

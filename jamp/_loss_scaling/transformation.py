@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jamp._autocast import as_written
 from jamp._errors import ScalerError, ScalerTypeError, did_you_mean
 from jamp._loss_scaling import arguments, arithmetic
 from jamp._loss_scaling.arguments import instances
-from jamp._loss_scaling.arithmetic import select
+from jamp._loss_scaling.arithmetic import outside_of_autocast, select
 from jamp._loss_scaling.scaler import GradScaler, ScalerState
 from jamp._loss_scaling.states import DynamicLossScalingState
 from jamp.pallas_kernels import all_finite, unscale_and_check
@@ -127,7 +126,7 @@ class _LossScaling:
             inner_state=inner_state,
         )
 
-    @as_written
+    @outside_of_autocast
     def update(
         self,
         updates: Any,
