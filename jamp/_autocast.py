@@ -142,6 +142,15 @@ def _cast_outputs(result: Any, dtype: Any) -> Any:
     return jax.tree.unflatten(tree, map(converted, leaves, inside))
 
 
+class _Made(NamedTuple):
+    """What a function under autocast was made of."""
+
+    wrapped: Callable[..., Any]  # what it wraps, and copies of it do not
+    fn: Callable[..., Any]
+    arguments: Arguments
+    output_dtype: Any
+
+
 class Autocast:
     """A decorator, and a context manager for a region; see `autocast`."""
 
@@ -168,7 +177,9 @@ class Autocast:
 
         made = api_boundary(under_autocast)
         # With what it wraps: `functools.wraps` copies attributes to other functions.
-        vars(made)[_MADE] = under_autocast, fn, self._arguments, self._output_dtype
+        vars(made)[_MADE] = _Made(
+            under_autocast, fn, self._arguments, self._output_dtype
+        )
         return made
 
     def _call(
@@ -315,20 +326,20 @@ def unwrapped(function: str, fn: Any, given: Mapping[str, Any]) -> Unwrapped:
     """
     around = named_arguments(function, given)
     output_dtype = checked_output_dtype(given.get("output_dtype"))
-    held = getattr(fn, "__dict__", {})
-    wrapped, inner, own, own_output = held.get(_MADE, (None,) * 4)
-    if wrapped is None or wrapped is not getattr(fn, "__wrapped__", None):
+    made = getattr(fn, "__dict__", {}).get(_MADE)
+    if made is None or made.wrapped is not getattr(fn, "__wrapped__", None):
         return Unwrapped(fn, around, given, output_dtype)
+    own: Arguments = made.arguments
     if own.policy is None and own.device_type is None:
         own = replace(own, device_type=around.device_type, policy=around.policy)
     if given:
         refuse_overruled(function, given, around.options(), [own.options()])
-        if output_dtype not in (None, own_output):
+        if output_dtype not in (None, made.output_dtype):
             raise AutocastError(
                 f"{function} was given output_dtype={output_dtype}, but the function "
-                f"is under autocast itself, with {own_output}: leave it out"
+                f"is under autocast itself, with {made.output_dtype}: leave it out"
             )
-    return Unwrapped(inner, own, None, own_output)
+    return Unwrapped(made.fn, own, None, made.output_dtype)
 
 
 def is_autocast_enabled(device_type: str | None = None) -> bool:

@@ -125,7 +125,8 @@ def _is_wide(value: Value, eqn: JaxprEqn, dtype: DType) -> bool:
 
 
 def plan_plain(equation: Equation) -> list[Value]:
-    eqn, operands, context, caster, *_ = equation
+    eqn, operands, caster = equation.eqn, equation.operands, equation.caster
+    context = equation.context
     rule = caster.record.ruling.rule
     if rule is not Rule.AS_TRACED and _bound_to_dtypes(eqn):
         return plan_as_traced(equation)
@@ -137,7 +138,7 @@ def plan_plain(equation: Equation) -> list[Value]:
 
 def _plan_layer(equation: Equation) -> list[Value] | None:
     """Plans a sum of a product and its bias that is rounded once; None for others."""
-    _, operands, _, caster, *_ = equation
+    operands, caster = equation.operands, equation.caster
     promotes = caster.record.ruling.rule is Rule.PROMOTE
     castable = all(value.eligible for value in operands)
     if not (promotes and castable and caster.options.device_type == "cpu"):
@@ -169,7 +170,7 @@ def _bound_to_dtypes(eqn: JaxprEqn) -> bool:
 
 def cast_and_bind(equation: Equation, dtypes: Dtypes) -> list[Value]:
     """Plans an equation in some dtypes; returns what readers see of its results."""
-    eqn, operands, _, caster, *_ = equation
+    eqn, operands, caster = equation.eqn, equation.operands, equation.caster
     plan = caster.plan
     cast = [
         value if dtype is None else _operand(equation, value, dtype)
@@ -276,7 +277,7 @@ def result_dtypes(
 
 def _result_traits(equation: Equation, operands: Values, used: Sequence[Any]) -> Traits:
     """What is known of a result that is made of some operands."""
-    eqn, _, context, caster, *_ = equation
+    eqn, context, caster = equation.eqn, equation.context, equation.caster
     name = eqn.primitive.name
     floats = [v for v in operands if v.eligible]
     # A scalar among arrays scales them.
@@ -364,7 +365,7 @@ def plan_convert(equation: Equation) -> list[Value]:
     A cast that the user asked for is made. One that promotion inserted to widen an
     operand is not: operands are promoted by the dtypes that they have by now.
     """
-    eqn, (value,), _, caster, *_ = equation
+    eqn, (value,), caster = equation.eqn, equation.operands, equation.caster
     if is_kept_cast(eqn):
         caster.plan.changed = True
         caster.record.operands = (value.dtype,)

@@ -363,7 +363,7 @@ def _is_cheap_as_traced(program: Any) -> bool:
 @structural("custom_linear_solve")
 def plan_linear_solve(equation: Equation) -> list[Value]:
     """Plans a linear solve; right sides and solutions keep the dtypes as traced."""
-    eqn, operands, _, caster, *_ = equation
+    eqn, operands, caster = equation.eqn, equation.operands, equation.caster
     lengths, programs = eqn.params["const_lengths"], eqn.params["jaxprs"]
     ends = list(accumulate(lengths))
     sides = [
