@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import card_checks
+import scale_curves
 from results_file import first_line, results_path, write_results
 from rich.console import Console
 from rich.table import Table
@@ -127,6 +128,7 @@ def run_all(names: list[str], size: str, budget: float) -> dict[str, Any]:
         finally:
             for process in running.values():
                 process.stop()
+    scale_curves.draw(known | found, path.with_name(f"{path.stem}-scales.png"))
     print(f"written: {path}")
     return found
 
