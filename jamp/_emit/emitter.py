@@ -179,6 +179,9 @@ class Emitter:
 
         def run(arrays: Sequence[Any], wides: Sequence[Any]) -> list[Any]:
             casts = dict(zip(wide, wides, strict=True))
+            if not varying:
+                # They may be wider than planned, for a loop around that saves them so.
+                arrays = convert_all(arrays, [value.dtype for value in plan.arguments])
             return convert_all(self.run(plan, arrays, varying, casts), dtypes)
 
         key = plan, avals, wides, dtypes, tuple(wide), tuple(varying)

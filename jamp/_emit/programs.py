@@ -59,9 +59,9 @@ def emit_cond(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
 @emits("remat2")
 def emit_checkpoint(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
     (plan,), (taken, wide) = action.plans, action.parted(arrays)
-    # They may be wider than planned: the loop that it stands in saves them so.
     dtypes = [value.dtype for value in plan.arguments]
-    taken = convert_all(taken, dtypes)
+    if action.eqn.params["differentiated"]:
+        taken = convert_all(taken, dtypes)
     # As it is, one of a backward pass too, which `jax.checkpoint` would take for one
     # without, and XLA for what the forward pass has computed already.
     program = emitter.closed(plan, taken, wide=wide)
@@ -69,7 +69,7 @@ def emit_checkpoint(emitter: Emitter, action: Structural, arrays: Arrays) -> Arr
         return bind(action.eqn, [*taken, *wide.values()], jaxpr=program.jaxpr)
 
     def run(arrays: Arrays, wide: Mapping[int, Any]) -> list[Any]:
-        return emitter.run(plan, arrays, wide=wide)
+        return emitter.run(plan, convert_all(arrays, dtypes), wide=wide)
 
     options = {name: action.eqn.params[name] for name in ("prevent_cse", "policy")}
     return list(checkpointed(run, **options)(taken, wide))
