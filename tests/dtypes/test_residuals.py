@@ -212,6 +212,12 @@ def test_a_norm_by_hand_and_its_activation_are_run_again_as_one(
     assert "float32" not in found and len(found) == 2
 
 
+@pytest.mark.parametrize("activation", [jax.nn.gelu, jax.nn.silu, swish_by_hand])
+def test_on_cpus_a_norm_and_its_activation_are_one_in_whatever_scopes(activation):
+    loss = loss_of(lambda h: activation(normed(h)))
+    assert saved(loss, device_type="cpu") == ["bfloat16"] * 2
+
+
 def test_the_gradient_that_an_activation_gives_a_norm_is_rounded_for_gpus():
     assert behind_barriers(lambda h: jax.nn.silu(normed(h))) == ["f16"]
     # Of several that read the norm, all are added up before.

@@ -37,17 +37,18 @@ class Group:
     def may_join(self, other: Group) -> bool:
         """Whether another may join: in the same named scopes of the same program.
 
-        In a loop any scopes of the same region will do: what lies between the two, as
-        between a norm and its activation, would be kept for each iteration, and XLA
-        can't compute it again.
+        In loops, and on CPUs, any scopes of the same region will do: what lies between
+        the two, as between a norm and its activation, would be kept for the backward
+        pass. XLA for GPUs computes it again by itself outside of loops.
         """
         if not (self.grows and self.low):
             return False
         mine, its = self.caster, other.caster
         (*outer, eqn), (*others, found) = mine.source, its.source
         names = eqn.source_info.name_stack, found.source_info.name_stack
-        looped = mine.plan.looped and mine.options == its.options
-        return outer == others and (looped or names[0] == names[1])
+        anywhere = mine.plan.looped or mine.options.device_type == "cpu"
+        near = names[0] == names[1] or (anywhere and mine.options == its.options)
+        return outer == others and near
 
     def add(self, eqns: Iterable[JaxprEqn], taken: Bound, made: Bound) -> None:
         """Adds equations that read some variables and make others.
