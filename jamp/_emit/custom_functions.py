@@ -109,7 +109,7 @@ def emit_custom_vjp(emitter: Emitter, action: Structural, arrays: Arrays) -> Arr
             ]
             taken = [*residuals, *arrays]
             dtypes = [action.operands[slot].dtype for slot in slots]
-            inputs = inputs_like(backward, taken, region)
+            inputs = inputs_like(backward, taken)
             rule = _Rule(eqn, backward, inputs, context, dtypes)
             results = rule.run(current(), taken)
             # Those of other rules are arrays: JAX 0.10 fails on zeros in some loops.
@@ -144,7 +144,7 @@ def emit_custom_vmap(emitter: Emitter, action: Structural, arrays: Arrays) -> Ar
         ]
         batched_eqn = jax.vmap(lambda *taken: bind(eqn, taken), axes, axis_size=size)
         program = make_jaxpr(batched_eqn, context.region)(*avals)
-        inputs = inputs_like(program, arrays, context.region)
+        inputs = inputs_like(program, arrays)
         by_rule = _Rule(eqn, program, inputs, context, inner.dtypes)
         outs = by_rule.run(current(), arrays)
         return outs, (True,) * len(outs)

@@ -9,7 +9,7 @@ from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 
 from jamp import _dtypes, _primitives
 from jamp._dtypes import FLOAT32, DType
-from jamp._equations import nested, read_by
+from jamp._equations import closed, nested, read_by
 from jamp._plan.plan import Caster, Context, Environment, Float32Call
 from jamp._plan.products import explicit_precision
 from jamp._plan.records import Origin, Record, Returned, Ruling, with_inner
@@ -75,9 +75,7 @@ class ListedCall:
     def sources(self) -> dict[Any, frozenset[Any]]:
         """Which entering values each value of it is computed from."""
         found: dict[Any, frozenset[Any]] = {v: frozenset([v]) for v in self.entered}
-        for eqn in self.eqns:
-            each = [found.get(var, frozenset()) for var in read_by(eqn)]
-            found.update(dict.fromkeys(eqn.outvars, frozenset().union(*each)))
+        _follow(self.eqns, found)
         return found
 
     def leaving_dtype(self, var: Any, dtype: DType) -> DType:
@@ -110,6 +108,29 @@ class ListedCall:
         if any(v.dtype == FLOAT32 and v.aval.shape == shape for v in states):
             return FLOAT32
         return _dtypes.widest(v.dtype for v in values if _rank(v) == rank)
+
+
+def _follow(eqns: Sequence[JaxprEqn], found: dict[Any, frozenset[Any]]) -> None:
+    """Adds, for each value that equations make, what it is computed from.
+
+    Of a call each result for itself: a derivative rule gives tangents beside a value.
+    """
+    for eqn in eqns:
+        program = eqn.params.get(_primitives.CALLS.get(eqn.primitive.name, ""))
+        if program is None:
+            each = [found.get(var, frozenset()) for var in read_by(eqn)]
+            found.update(dict.fromkeys(eqn.outvars, frozenset().union(*each)))
+            continue
+        inner = closed(program).jaxpr
+        inside = {
+            var: found.get(atom, frozenset())
+            for var, atom in zip(inner.invars, eqn.invars, strict=True)
+            if not isinstance(atom, Literal)
+        }
+        _follow(inner.eqns, inside)
+        for var, atom in zip(eqn.outvars, inner.outvars, strict=True):
+            constant = isinstance(atom, Literal)
+            found[var] = frozenset() if constant else inside.get(atom, frozenset())
 
 
 def _rank(value: Value) -> tuple[int, int]:

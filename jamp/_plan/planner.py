@@ -14,7 +14,7 @@ import jax
 from jax.extend.core import JaxprEqn
 
 from jamp._compat import is_plain_array, scope_names, transformations
-from jamp._dtypes import FLOAT32, DType, eligible, exceeds_16_bits
+from jamp._dtypes import FLOAT32, LOW_DTYPES, DType, eligible, exceeds_16_bits
 from jamp._errors import BannedOpError, JampWarning
 from jamp._plan.listed_calls import ListedCall, plan_listed_call
 from jamp._plan.plain_equations import (
@@ -49,7 +49,7 @@ from jamp._tracing.regions import Scope
 
 def make_plan(program: Any, arrays: Sequence[Any], options: Options) -> Plan:
     """Plans a closed jaxpr for some arrays, of which only dtypes count."""
-    inputs = inputs_like(program, arrays, options)
+    inputs = inputs_like(program, arrays)
     return plan_program(program, inputs, Context(Scope((), options)))
 
 
@@ -66,11 +66,11 @@ def warn_unmatched(policy: Policy) -> None:
         policy.unmatched.clear()
 
 
-def inputs_like(program: Any, arrays: Sequence[Any], options: Options) -> list[Value]:
+def inputs_like(program: Any, arrays: Sequence[Any]) -> list[Value]:
     """A closed jaxpr's inputs, with the dtypes of some arrays."""
     dtypes = [getattr(jax.typeof(array), "dtype", None) for array in arrays]
     return [
-        Value.of(aval, dtype, Traits(data=dtype == options.dtype))
+        Value.of(aval, dtype, Traits(data=dtype in LOW_DTYPES))
         for aval, dtype in zip(program.in_avals, dtypes, strict=True)
     ]
 

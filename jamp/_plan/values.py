@@ -137,8 +137,8 @@ class Traits(NamedTuple):
     # If it is the direct result of a lowered product, those along which a bias varies,
     # once for each weight in the product.
     free: tuple[tuple[int, ...], ...] = ()
-    # Whether it came in the 16-bit dtype in force, or has a lowered product among its
-    # ancestors; then it is no weight.
+    # Whether it came in 16 bits, or has a lowered product among its ancestors; then it
+    # is no weight.
     data: bool = False
     probability: bool = False  # whether a sigmoid, a softmax or the like gave it
     rounded: DType | None = None  # the 16-bit dtype that such a probability has had

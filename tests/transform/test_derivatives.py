@@ -2,6 +2,7 @@
 
 import functools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
@@ -189,3 +190,22 @@ def test_derivatives_agree_with_differences_under_an_all_float32_policy(name):
     fn, floats = of_floats(name, lambda fn: jamp.autocast(fn, policy=policy))
     modes = ["fwd"] if NAMED[name].no_gradient else ["fwd", "rev"]
     check_grads(jax.jit(fn), (floats,), 1, modes, atol=2e-2, rtol=2e-2, eps=1e-2)
+
+
+@pytest.mark.parametrize("function", [jax.nn.mish, jax.nn.standardize, jax.nn.softmax])
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_a_constant_tangent_leaves_a_value_its_dtype(function, device):
+    def normed(scale, h):
+        params = {"params": {"scale": scale, "bias": scale}}
+        return function(nn.LayerNorm().apply(params, h))
+
+    def with_tangent(scale, h):
+        of_scale = functools.partial(normed, h=h)
+        return jax.jvp(of_scale, (scale,), (jnp.zeros_like(scale),))[0]
+
+    arguments = jnp.ones(8), jnp.ones((4, 8), jnp.bfloat16)
+    found = (
+        jax.eval_shape(jamp.autocast(fn, device_type=device), *arguments).dtype
+        for fn in (normed, with_tangent)
+    )
+    assert len({*found}) == 1
