@@ -28,7 +28,7 @@ from jamp._errors import AutocastError, AutocastTypeError
 from jamp._lowerings.processor import warn_if_slow
 from jamp._plan.planner import make_plan, warn_unmatched
 from jamp._policy.policy import Policy
-from jamp._tracing import nnx_modules, regions
+from jamp._tracing import calls, nnx_modules, regions
 from jamp._tracing.cache_key import signature
 from jamp._tracing.checks import check_function, is_array
 from jamp._tracing.options import (
@@ -89,9 +89,7 @@ class _Programs:
                 del self._entries[next(iter(self._entries))]
 
 
-def _run(
-    call: nnx_modules.Prepared, options: Options, eager_programs: _Programs
-) -> Any:
+def _run(call: calls.Prepared, options: Options, eager_programs: _Programs) -> Any:
     """Runs a call under autocast; an eager one again as what it was rewritten to."""
     leaves, tree = jax.tree.flatten((call.args, call.kwargs))
     arrays = [leaf for leaf in leaves if is_array(leaf)]
@@ -191,7 +189,7 @@ class Autocast:
         if options_in_force() is not None:
             with regions.region(options, of_function=True):
                 return fn(*args, **kwargs)
-        call = nnx_modules.prepare(fn, args, kwargs)
+        call = calls.prepare(fn, args, kwargs)
         return call.finish(_run(call, options, eager_programs))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -305,12 +303,12 @@ class Unwrapped(NamedTuple):
     given: Mapping[str, Any] | None
     output_dtype: Any
 
-    def prepare(self, args: Any, kwargs: Any) -> nnx_modules.Prepared:
+    def prepare(self, args: Any, kwargs: Any) -> calls.Prepared:
         """A call of it, with results in the dtype that they are to have."""
         returned = None
         if self.output_dtype is not None:
             returned = functools.partial(_cast_outputs, dtype=self.output_dtype)
-        return nnx_modules.prepare(self.fn, args, kwargs, returned)
+        return calls.prepare(self.fn, args, kwargs, returned)
 
 
 def unwrapped(function: str, fn: Any, given: Mapping[str, Any]) -> Unwrapped:

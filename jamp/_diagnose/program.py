@@ -15,7 +15,7 @@ from jamp._emit import emit
 from jamp._equations import equations, replaced
 from jamp._errors import AutocastError, AutocastTypeError
 from jamp._plan.planner import make_plan
-from jamp._tracing import locations, nnx_graph, nnx_modules, regions, trace
+from jamp._tracing import calls, locations, nnx_graph, regions, trace
 from jamp._tracing.checks import is_array
 from jamp._tracing.options import Options, tracing
 
@@ -64,7 +64,7 @@ class Subject:
     ) -> Self:
         """The subject of a call; without a gradient, `argnums` is empty."""
         free = len(args)
-        fn, args, kwargs = nnx_modules.unwrap(inner.fn, args, kwargs)
+        fn, args, kwargs = calls.unwrap(inner.fn, args, kwargs)
         call = inner._replace(fn=fn).prepare(args, kwargs)
         leaves, tree = jax.tree.flatten((call.args, call.kwargs))
         arrays = [leaf for leaf in leaves if is_array(leaf)]
@@ -180,18 +180,17 @@ def _is_floating(leaf: Any) -> bool:
 
 
 def _find_paths(
-    args: Any, kwargs: Any, call: nnx_modules.Prepared
+    args: Any, kwargs: Any, call: calls.Prepared
 ) -> tuple[list[Path], Mapping[int, Path] | None]:
     """The user's path of each leaf of a prepared call, and of what it may change."""
-    packed = call.args is not args
-    _, state, held = call.args if packed else (None, (), (args, kwargs))
+    _, state, held = call.args if call.packed else (None, (), (args, kwargs))
     given = jax.tree.leaves_with_path({"args": held[0], "kwargs": held[1]})
     # A module's number stands in its place.
     slots = ((path, leaf) for path, leaf in given if isinstance(leaf, nnx_graph.Slot))
     modules = {int(leaf): path for path, leaf in slots}
     inside = [_in_module(path, modules) for path, _ in jax.tree.leaves_with_path(state)]
     paths = [*inside, *(path for path, _ in given)]
-    if not packed:
+    if not call.packed:
         return paths, None
     objects = {
         number: _in_module(tuple(map(jax.tree_util.DictKey, path)), modules)

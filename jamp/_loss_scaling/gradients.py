@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from numbers import Number
+from numbers import Integral, Number
 from typing import TYPE_CHECKING, Any, Never
 
 import jax
@@ -18,8 +18,8 @@ from jamp._errors import ScalerError, ScalerTypeError
 from jamp._loss_scaling.arguments import instances, is_number
 from jamp._loss_scaling.arithmetic import scaled
 from jamp._loss_scaling.states import find_scale
-from jamp._tracing import nnx_modules
 from jamp._tracing.checks import check_function, is_array, wrong_argnums
+from jamp._tracing.nnx_modules import is_stateful
 from jamp._tracing.trace import wraps
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def value_and_grad(
         if isinstance(inspect.unwrap(loss_fn), functools.partial):
             # flax.nnx would take the keywords that it has bound for arguments.
             del vars(with_scale)["__wrapped__"]
-        transform = nnx_modules.value_and_grad(args, kwargs)
+        transform = _value_and_grad_for(args, kwargs)
         known = numbers if transform is jax.value_and_grad else ()
         fn, args = _of_arrays(with_scale, args, known, options.get("allow_int", False))
         differentiate = transform(fn, argnums=argnums, has_aux=True, **options)
@@ -112,7 +112,7 @@ def _one_scale(opt_state: Any) -> jax.Array:
 def _checked_numbers(loss_fn: Any, argnums: Any, inputs: Sequence[Any]) -> Any:
     """The numbers of arguments, if they are some and a function alone is with them."""
     numbers: Sequence[Any] = argnums if isinstance(argnums, Sequence) else (argnums,)
-    if not all(map(nnx_modules.is_argnum, numbers)):
+    if not all(map(_is_argnum, numbers)):
         if not inputs and isinstance(argnums, str | float | set | None):
             raise wrong_argnums(argnums)
         # The first of the inputs stands where argnums does.
@@ -209,3 +209,28 @@ def _loss_in(value: Any, has_aux: bool, holomorphic: bool) -> Any:
     if not jnp.issubdtype(dtype, jnp.inexact if holomorphic else jnp.floating):
         raise ScalerTypeError(f"grad requires a real-valued loss, got {dtype}")
     return loss
+
+
+def _value_and_grad_for(*arguments: Any) -> Callable[..., Any]:
+    """The `value_and_grad` for arguments: flax.nnx's for what has state, or JAX's.
+
+    JAX's takes a module for a tree of parameters, and loses what a call changes in it.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return jax.value_and_grad
+
+    def is_leaf(node: Any) -> bool:
+        # Of an `nnx.State` a call gets the arrays.
+        return isinstance(node, nnx.State) or is_stateful(node)
+
+    found = any(map(is_stateful, jax.tree.leaves(arguments, is_leaf=is_leaf)))
+    return nnx.value_and_grad if found else jax.value_and_grad
+
+
+def _is_argnum(value: Any) -> bool:
+    """Whether a value says at which argument to differentiate."""
+    nnx = sys.modules.get("flax.nnx")
+    return isinstance(value, Integral) or (
+        nnx is not None and isinstance(value, nnx.DiffState)
+    )

@@ -4,7 +4,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,29 @@ def is_array(leaf: Any) -> bool:
     if isinstance(leaf, (np.ndarray, np.generic)):
         return leaf.dtype.kind not in "OSU"
     return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
+
+
+def refuse_linen(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Raises for a module of flax.linen: without parameters, or with some that leak."""
+    linen = sys.modules.get("flax.linen")
+    if linen is None:
+        return
+    if isinstance(fn, linen.Module) and fn.scope is None and fn.parent is None:
+        name = type(fn).__name__
+        raise AutocastTypeError(
+            f"autocast takes a function, got the flax.linen module {name}, which holds "
+            "no parameters: wrap its apply, as in jamp.autocast(model.apply)(params, x)"
+        )
+    for value in (fn, getattr(fn, "__self__", None), *args[:1]):
+        if not isinstance(value, linen.Module) or value.scope is None:
+            continue
+        # What is bound to variables that are only read may be called in a trace; and
+        # what `nn.compact` marked is not known for it any more.
+        if value.scope.mutable is not False or hasattr(fn, "compact"):
+            raise AutocastTypeError(
+                f"a bound flax.linen module ({type(value).__name__}) collects its "
+                "variables as a side effect: wrap the function that calls model.apply"
+            )
 
 
 def refuse_made(result: Any, arguments: Sequence[Any]) -> None:
