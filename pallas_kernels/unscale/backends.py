@@ -52,7 +52,8 @@ def load(implementation: str) -> Any:
 def ignore_the_end_of_triton() -> None:
     """Keeps quiet where it is compiled, if the user has not asked for it."""
     message = re.compile(_TRITON_ENDS, re.IGNORECASE)
-    if ("ignore", message, DeprecationWarning, None, 0) not in warnings.filters:
+    ignored = ("ignore", message, DeprecationWarning, None, 0)
+    if warnings.filters[:1] != [ignored]:
         warnings.filterwarnings("ignore", _TRITON_ENDS, DeprecationWarning)
 
 
