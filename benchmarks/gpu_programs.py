@@ -26,7 +26,7 @@ from rich.progress import track
 from rich.table import Table
 from rivals.flax_program import FlaxProgram
 from rivals.flax_rivals import FlaxRival
-from subjects import OTHERS, SUBJECTS, make_subject
+from subjects import OTHERS, add_subjects, make_subject
 
 import jamp
 
@@ -66,17 +66,7 @@ def figures(subject: str, size: str, rival: FlaxRival, devices: int) -> dict[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    every = [*SUBJECTS, *OTHERS]
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--subject", choices=every, nargs="+", default=[*SUBJECTS])
-    which.add_argument(
-        "--others",
-        dest="subject",
-        action="store_const",
-        const=OTHERS,
-        default=[*SUBJECTS],
-        help=f"the last {len(OTHERS)}",
-    )
+    add_subjects(parser)
     parser.add_argument("--size", default="gpu")
     parser.add_argument("--devices", type=int, default=1)
     arguments = parser.parse_args()

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from step_summary import draw, errors, summarise, table
-from subjects import OTHERS, SUBJECTS
+from subjects import OTHERS, SUBJECTS, add_subjects
 from timing import LEAST_SECONDS, threads
 
 MODES = ("training", "inference")
@@ -43,17 +43,7 @@ GPU_SECONDS = 0.1
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
-    which = parser.add_mutually_exclusive_group()
-    every = (*SUBJECTS, *OTHERS)
-    which.add_argument("--subject", choices=every, nargs="+", default=SUBJECTS)
-    which.add_argument(
-        "--others",
-        dest="subject",
-        action="store_const",
-        const=OTHERS,
-        default=SUBJECTS,
-        help=f"the last {len(OTHERS)}",
-    )
+    add_subjects(parser)
     add("--mode", choices=MODES, nargs="+", default=MODES)
     add("--size", choices=("tiny", "cpu", "gpu"), help="default: that of the device")
     add("--rounds", type=int, default=ROUNDS, help="how often each rival is timed")

@@ -5,6 +5,7 @@ same architectures in PyTorch, of those that are measured by default, are in
 `torch_models`.
 """
 
+import argparse
 from functools import cache
 from importlib import import_module
 
@@ -18,6 +19,21 @@ OTHERS = (
     *("llama", "llama_scanned", "moe", "mamba", "gru", "wavenet"),
     *("convnext", "efficientnet", "swin", "unet", "nerf"),
 )
+
+
+def add_subjects(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that choose subjects, which become `subject`."""
+    which = parser.add_mutually_exclusive_group()
+    every = (*SUBJECTS, *OTHERS)
+    which.add_argument("--subject", choices=every, nargs="+", default=SUBJECTS)
+    which.add_argument(
+        "--others",
+        dest="subject",
+        action="store_const",
+        const=OTHERS,
+        default=SUBJECTS,
+        help=f"the last {len(OTHERS)}",
+    )
 
 
 @cache
