@@ -173,7 +173,8 @@ def run_in_processes(
     for subject in chosen.subject:
         (waiting / subject).touch()
     budget = str(max(1.0, chosen.budget - MERGE_SECONDS))
-    alike = [*arguments, "--budget", budget, "--waiting", str(waiting)]
+    alike = [argument for argument in arguments if argument != "--others"]
+    alike += ["--budget", budget, "--waiting", str(waiting)]
     started = {
         subject: subprocess.Popen(
             [sys.executable, __file__, *alike, "--subject", subject]
