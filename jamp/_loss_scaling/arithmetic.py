@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jamp._compat import api_boundary
+from jamp._dtypes import widened
 from jamp._equations import looks_for_nans
 from jamp._errors import ScalerError
 from jamp._loss_scaling.arguments import expect, is_number
@@ -38,6 +39,18 @@ def scaled(scale: jax.Array, outputs: Any) -> Any:
         return times_scale.astype(array.dtype if keeps else wide)
 
     return jax.tree.map(times, outputs)
+
+
+def times(tree: Any, factor: jax.Array) -> Any:
+    """A tree whose floating arrays are multiplied, in their own dtypes."""
+
+    def multiplied(leaf: Any) -> Any:
+        if not jnp.issubdtype(getattr(leaf, "dtype", bool), jnp.inexact):
+            return leaf
+        wide = widened(leaf)
+        return (wide * factor.astype(wide.dtype)).astype(leaf.dtype)
+
+    return jax.tree.map(multiplied, tree)
 
 
 def product(scale: jax.Array, factor: float) -> jax.Array:

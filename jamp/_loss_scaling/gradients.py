@@ -6,6 +6,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from numbers import Integral, Number
 from typing import TYPE_CHECKING, Any, Never
 
@@ -90,7 +91,23 @@ def value_and_grad(
 
     # The signature of the loss lacks the first argument.
     del vars(scaled_value_and_grad)["__wrapped__"]
+    with suppress(TypeError, ValueError):
+        vars(scaled_value_and_grad)["__signature__"] = _with_state(loss_fn)
     return api_boundary(scaled_value_and_grad)
+
+
+def _with_state(loss_fn: Callable[..., Any]) -> inspect.Signature:
+    """The signature of a loss with the optimizer's state in front.
+
+    By it JAX finds the arguments that a jit around it names.
+    """
+    known = inspect.signature(loss_fn)
+    parameters = known.parameters
+    name = "opt_state"
+    while name in parameters:
+        name = f"_{name}"
+    first = inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY)
+    return known.replace(parameters=[first, *parameters.values()])
 
 
 def _one_scale(opt_state: Any) -> jax.Array:

@@ -82,7 +82,9 @@ class GradScaler:
         steps in a row; above 1.
       backoff_factor: what it is multiplied by after an overflow; below 1.
       growth_interval: how many finite steps it takes to grow; 0 means never.
-      enabled: False makes every method pass its input through.
+      enabled: False makes every method pass its input through. A scale that a restored
+        state has, other than the 1 of `init`, still holds for the loss and for its
+        gradients.
       min_scale: the scale never falls below it; by default the smallest normal float32
         number. None is torch's behaviour: no floor, and a scale that has fallen to 0
         stays there.
@@ -171,7 +173,7 @@ class GradScaler:
         hint = "there is no loss: scale(state, loss) takes two, and a function that"
         expect(outputs is not None, outputs, f"{hint} computes one has to return it;")
         if not self.enabled:
-            return outputs
+            return arithmetic.times(outputs, state.scale)
         return arithmetic.scaled(state.scale, outputs)
 
     # Gradients taken under an autocast are in 16 bits, in which they would vanish.
@@ -191,14 +193,14 @@ class GradScaler:
         Raises:
           ScalerError: gradients are float16, because their parameters are.
         """
+        inverse = 1 / state.scale
         if not self.enabled:
-            return grads, jnp.array(False)
+            return arithmetic.times(grads, inverse), jnp.array(False)
         what = "Attempting to unscale FP16 gradients: the gradients"
         arguments.refuse_float16(grads, what)
         for path, leaf in tree_leaves_with_path(grads):
             at = f" at {keystr(path)}" if path else ""
             expect(hasattr(leaf, "dtype"), leaf, f"the gradients{at} must be arrays,")
-        inverse = 1 / state.scale
         unscaled, found_inf = unscale_and_check(grads, inverse)
         # Where denormal numbers are flushed, the inverse of a scale above 2**126 is
         # zero, and with it every gradient.
@@ -228,11 +230,17 @@ class GradScaler:
             given = arguments.new_scale_of(state.scale, new_scale)
             scale = jnp.clip(given, self.min_scale, self.max_scale)
             return state._replace(scale=scale)
+        _refuse_state(found_inf)
         found = any_of(found_inf, "update")
+        state = state._replace(
+            # That of a restored state may be of a scaler with other bounds.
+            scale=jnp.clip(state.scale, self.min_scale, self.max_scale)
+        )
         overflows = jnp.minimum(state.hysteresis_tracker + 1, self.hysteresis)
         backs_off = found & (overflows >= self.hysteresis)
-        tracker = state.growth_tracker + 1
-        grows = ~found & (tracker == self.growth_interval)
+        tracker = optax.safe_increment(state.growth_tracker)
+        # It is more if the interval was made shorter since.
+        grows = ~found & (tracker >= self.growth_interval) & (self.growth_interval > 0)
         grown = arithmetic.product(state.scale, self.growth_factor)
         grown = jnp.clip(grown, max=self.max_scale)
         scale = jnp.where(grows & jnp.isfinite(grown), grown, state.scale)
@@ -282,6 +290,7 @@ class GradScaler:
                 "the optimizer is one of jamp.dynamic_loss_scaling, which unscales and "
                 "skips by itself: call its update, or hand step the inner optimizer"
             )
+        _refuse_state(found_inf)
         found = any_of(found_inf, "step") if self.enabled else None
         grads = grads if found is None else arithmetic.as_if_finite(found, grads)
         update = optax.with_extra_args_support(tx).update
@@ -357,6 +366,11 @@ class GradScaler:
         )
         count = jnp.asarray(int(tracker), jnp.int32)
         return scaler, scaler.init()._replace(growth_tracker=count)
+
+
+def _refuse_state(found_inf: Any) -> None:
+    given = arguments.instances(found_inf, ScalerState)
+    expect(not given, found_inf, "found_inf must be what unscale returned,")
 
 
 def _checked(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,9 @@ from jamp._loss_scaling.arguments import instances
 from jamp._loss_scaling.scaler import GradScaler, ScalerState
 from jamp._tracing.locations import users_level
 
+# Without a target, states come back as dicts.
+RESTORE = "restore a checkpoint with tx.init(params) as its target"
+
 
 class DynamicLossScalingState(NamedTuple):
     """State of `jamp.dynamic_loss_scaling`.
@@ -157,7 +160,7 @@ def find_state(tree: Any, hint: str = "") -> Any:
     # Whatever JAX calls an array while it traces.
     kind = "an array" if isinstance(tree, jax.Array) else type(tree).__name__
     if isinstance(tree, dict):
-        hint += "; restore a checkpoint with tx.init(params) as its target"
+        hint += f"; {RESTORE}"
     if isinstance(tree, optax.GradientTransformation):
         hint = "; that of an optimizer tx is tx.init(params)"
     if isinstance(tree, GradScaler):

@@ -12,8 +12,8 @@ from jamp._loss_scaling import arguments, arithmetic
 from jamp._loss_scaling.arguments import instances
 from jamp._loss_scaling.arithmetic import outside_of_autocast, select
 from jamp._loss_scaling.scaler import GradScaler, ScalerState
-from jamp._loss_scaling.states import DynamicLossScalingState
-from jamp.pallas_kernels import all_finite, unscale_and_check
+from jamp._loss_scaling.states import RESTORE, DynamicLossScalingState
+from jamp.pallas_kernels import all_finite
 
 
 def dynamic_loss_scaling(
@@ -138,15 +138,10 @@ class _LossScaling:
             raise ScalerTypeError(
                 "the gradients come first: tx.update(grads, opt_state, params)"
             )
-        if not isinstance(state, DynamicLossScalingState):
-            raise ScalerTypeError(
-                f"state is a {type(state).__name__}, not what tx.init returned; to go "
-                "on from a state of the inner optimizer use "
-                "tx.init(params)._replace(inner_state=state)"
-            )
-        grads, found = self._unscale(state.scaler_state, updates)
+        _check_state(state)
+        grads, found = self.scaler.unscale(state.scaler_state, updates)
         if "grad" in extra_args:
-            unscaled, too = self._unscale(state.scaler_state, extra_args["grad"])
+            unscaled, too = self.scaler.unscale(state.scaler_state, extra_args["grad"])
             extra_args["grad"], found = unscaled, found | too
         found = self._anywhere(found)
         if self.scaler.enabled:
@@ -194,11 +189,19 @@ class _LossScaling:
             return flag
         return arithmetic.on_any_shard(flag, self.axis_name)
 
-    def _unscale(self, state: ScalerState, grads: Any) -> tuple[Any, jax.Array]:
-        if self.scaler.enabled:
-            return self.scaler.unscale(state, grads)
-        # The state may be a restored one with a scale, which the loss then has.
-        return unscale_and_check(grads, 1 / state.scale)[0], jnp.array(False)
+
+def _check_state(state: Any) -> None:
+    """Raises unless a state is one that `init` or `update` returned."""
+    if isinstance(state, DynamicLossScalingState):
+        return
+    advice = (
+        "to go on from a state of the inner optimizer use "
+        "tx.init(params)._replace(inner_state=state)"
+    )
+    if isinstance(state, dict) and {*DynamicLossScalingState._fields} <= {*state}:
+        advice = RESTORE
+    kind = type(state).__name__
+    raise ScalerTypeError(f"state is a {kind}, not what tx.init returned; {advice}")
 
 
 def _end(old: Any, new: Any) -> tuple[jax.Array, Any]:

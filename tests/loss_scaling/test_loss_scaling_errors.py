@@ -130,7 +130,6 @@ TX = jamp.dynamic_loss_scaling(optax.adam(0.1))
 WRONG_STATES = {
     "of the inner optimizer": lambda: optax.adam(0.1).init(W),
     "of a scaler": lambda: state_of(8.0),
-    "a dict from a checkpoint": lambda: TX.init(W)._asdict(),
     "parameters, swapped with it": lambda: W,
 }
 
@@ -166,8 +165,14 @@ def test_update_goes_on_from_a_state_of_the_inner_optimizer_as_its_error_says():
 
 
 def test_a_dict_from_a_checkpoint_has_no_scale_and_the_error_says_how_to_restore():
+    restored = TX.init(W)._asdict()
+    restored["scaler_state"] = restored["scaler_state"]._asdict()
     with pytest.raises(ScalerError, match=r"in dict.* with tx.init\(params\) as its"):
-        jamp.loss_scale({"scaler_state": {"scale": W[0]}, "inner_state": []})
+        jamp.loss_scale(restored)
+    with pytest.raises(
+        ScalerTypeError, match=r"a dict.* with tx.init\(params\) as its"
+    ):
+        TX.update(W, restored, W)
 
 
 @pytest.mark.parametrize("scaler", [2.0**10, {"init_scale": 8.0}])

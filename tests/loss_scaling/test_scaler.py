@@ -13,7 +13,7 @@ import optax
 import pytest
 from scaler_reference import TINY, assert_steps, bits, in_a_scan, same, state_of, traces
 
-from jamp import GradScaler, ScalerError, ScalerTypeError, metrics
+from jamp import GradScaler, ScalerError, ScalerTypeError, metrics, value_and_grad
 
 TRACES = traces()
 each_trace = pytest.mark.parametrize("trace", TRACES, ids=lambda trace: trace.name)
@@ -134,11 +134,30 @@ def test_back_off_stops_at_the_minimum():
     assert states.scale.tolist() == [1.5, 1.0, 1.0]
 
 
-def test_the_scale_grows_only_when_the_tracker_reaches_the_interval():
-    update = GradScaler(growth_interval=5).update
-    for tracker, scale, after in ((3, 8.0, 4), (4, 16.0, 0), (5, 8.0, 6), (9, 8.0, 10)):
-        state = update(state_of(8.0, tracker), False)
-        assert (float(state.scale), int(state.growth_tracker)) == (scale, after)
+@pytest.mark.parametrize(
+    ("interval", "tracker", "scale", "after"),
+    [
+        (5, 3, 8.0, 4),
+        (5, 4, 16.0, 0),
+        # The interval was longer before. torch's scale would not grow any more.
+        (5, 5, 16.0, 0),
+        (5, 1200, 16.0, 0),
+        (0, 9, 8.0, 10),
+        (0, 2**31 - 1, 8.0, 2**31 - 1),
+    ],
+)
+def test_the_scale_grows_when_the_tracker_has_reached_the_interval(
+    interval, tracker, scale, after
+):
+    state = GradScaler(growth_interval=interval).update(state_of(8.0, tracker), False)
+    assert (float(state.scale), int(state.growth_tracker)) == (scale, after)
+
+
+@pytest.mark.parametrize(("found", "after"), [(False, 64.0), (True, 32.0)])
+def test_a_scale_of_a_scaler_with_other_bounds_is_brought_into_them(found, after):
+    scaler = GradScaler(init_scale=64.0, min_scale=4.0, max_scale=64.0)
+    assert float(scaler.update(state_of(1024.0), found).scale) == after
+    assert float(scaler.update(state_of(1.0), found).scale) == 4.0
 
 
 def test_growth_to_inf_is_suppressed_and_the_tracker_starts_again():
@@ -306,18 +325,29 @@ def test_a_disabled_scaler_does_nothing():
     scaler = GradScaler(enabled=False)
     state, loss = scaler.init(), {"loss": [object(), "text", jnp.float16(1.0)]}
     assert state.scale == 1
-    assert scaler.scale(state, loss) is loss
+    assert scaler.scale(state, loss) == loss
+    assert scaler.scale(state, loss["loss"][2]).dtype == jnp.float16
     assert scaler.update(state, True) is state
     assert scaler.update(state) is state
     assert scaler.update(state, new_scale=4.0) is state
     params, grads = jnp.ones(2), jnp.array([1.0, jnp.inf], jnp.float16)
     unscaled, found = scaler.unscale(state, grads)
-    assert unscaled is grads
+    assert unscaled.dtype == jnp.float16
+    assert unscaled.tolist() == grads.tolist()
     assert not found
     tx = optax.sgd(0.5)
     stepped = scaler.step(state, tx, grads, found, tx.init(params), params)
     assert stepped[0].tolist() == [0.5, -math.inf]
     assert stepped[2]
+
+
+def test_a_disabled_scaler_undoes_the_scale_of_a_restored_state():
+    params, scaler = jnp.array([1.0, 2.0]), GradScaler(enabled=False)
+    restored = GradScaler().init()
+    _, grads = value_and_grad(lambda p: (p**2).sum())(restored, params)
+    by_hand = jax.grad(lambda p: scaler.scale(restored, (p**2).sum()))(params)
+    for scaled in grads, by_hand:
+        assert scaler.unscale(restored, scaled)[0].tolist() == [2.0, 4.0]
 
 
 @pytest.mark.parametrize("scale", [float("inf"), float("nan")])

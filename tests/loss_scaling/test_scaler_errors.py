@@ -76,7 +76,7 @@ def test_a_new_scale_on_a_device_that_is_not_positive_and_finite_changes_nothing
     assert bits(update(jnp.float32(5)).scale) == bits(jnp.float32(5))
 
 
-@pytest.mark.parametrize("flag", ["yes", object(), [W, "no"]])
+@pytest.mark.parametrize("flag", ["yes", object(), [W, "no"], state_of(8.0)])
 def test_a_flag_that_is_no_number_is_refused(flag):
     message = "found_inf must be what unscale returned, got"
     with pytest.raises(ScalerTypeError, match=message):

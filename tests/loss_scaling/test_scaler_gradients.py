@@ -329,3 +329,18 @@ def test_a_whole_step_under_autocast_is_one_with_the_loss_under_it(
     np.testing.assert_allclose(whole - w, expected - w, rtol=2**-10)
     assert scale == scale_after
     assert (whole != w).all()
+
+
+def test_a_jit_around_value_and_grad_finds_the_arguments_that_it_names():
+    def loss(w, x, mode, opt_state=None):
+        assert mode == "mean"
+        return jnp.mean(x @ w)
+
+    w, state = jnp.ones((4, 4)), GradScaler().init()
+    names = {"static_argnames": "mode", "donate_argnames": "w"}
+    value, grads = jax.jit(jamp.value_and_grad(loss), **names)(
+        state, w, jnp.ones((2, 4)), "mean"
+    )
+    assert value == 4.0
+    assert grads.shape == (4, 4)
+    assert w.is_deleted()
