@@ -113,9 +113,12 @@ def custom_bwd(
     """Gives the backward rule of a `jax.custom_vjp` the dtypes of its forward rule.
 
     A backward rule runs under the autocast that its function was called in, wherever
-    the gradient is taken. Give it the `cast_inputs` of its `custom_fwd`: then it runs
-    as written too, on residuals and cotangents in that dtype. Gradients reach each
-    argument in the argument's own dtype.
+    the gradient is taken. With this around it, it runs as written where a `custom_fwd`
+    with `cast_inputs` has its forward rule run so. Given the `cast_inputs` too, it gets
+    residuals and cotangents in that dtype, and runs as written also where the gradient
+    is taken inside of the function under autocast, as in `jamp.autocast(jax.grad(f))`,
+    which does not know the forward rule. Gradients reach each argument in the
+    argument's own dtype.
 
     Args:
       fn: the rule, a function of residuals and cotangents. Left out, the call returns a
@@ -137,7 +140,15 @@ def custom_bwd(
         )
     check_function("custom_bwd", fn)
     _refuse_without_rules("custom_bwd", fn)
-    return custom_fwd(fn, device_type=device_type, cast_inputs=cast_inputs)
+    if cast_inputs is not None:
+        return custom_fwd(fn, device_type=device_type, cast_inputs=cast_inputs)
+
+    @wraps(fn)
+    def as_forward(*args: Any, **kwargs: Any) -> Any:
+        with regions.as_forward():
+            return fn(*args, **kwargs)
+
+    return as_forward
 
 
 def _checked(device_type: str | None, cast_inputs: Any) -> _dtypes.DType | None:

@@ -17,6 +17,7 @@ from jamp._compat import settings
 from jamp._equations import bind
 from jamp._tracing.casts import make_jaxpr
 from jamp._tracing.options import Options
+from jamp._tracing.regions import backward_of
 from jamp._tracing.trace import with_arrays
 
 # Whether a backward rule may log: not in every supported release.
@@ -121,7 +122,7 @@ class VjpRules:
             return gradients, logs
 
         tangents = [aval.to_tangent_aval() for aval in avals[:count]]
-        with settings(self._eqn):
+        with settings(self._eqn), backward_of(program):
             traced = make_jaxpr(backward, self._options)(avals[count:], tangents)
         return traced, trees[-1]
 

@@ -5,7 +5,8 @@ A region is a named scope, which survives every transformation.
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -52,6 +53,30 @@ def as_written(source: str) -> Iterator[None]:
         yield
         return
     with region(replace(options, enabled=False, source=source)):
+        yield
+
+
+# Why the forward rule ran as written whose backward rule is being traced, if it did.
+_forward: ContextVar[str] = ContextVar("forward", default="")
+
+
+@contextmanager
+def backward_of(forward: Any) -> Iterator[None]:
+    """Has the backward rule that is traced inside know how its forward rule ran."""
+    marks = [[*_marks(eqn), None][0] for eqn in forward.eqns]
+    whole = marks[0] if marks and len({*marks}) == 1 else None
+    disabled = whole is not None and not whole.options.enabled
+    token = _forward.set(whole.options.source if whole and disabled else "")
+    try:
+        yield
+    finally:
+        _forward.reset(token)
+
+
+@contextmanager
+def as_forward() -> Iterator[None]:
+    """Marks a backward rule as computed as its forward rule is."""
+    with as_written(_forward.get()) if _forward.get() else nullcontext():
         yield
 
 

@@ -13,7 +13,7 @@ W = jax.random.normal(jax.random.key(1), (4, 4))
 FLOAT16, FLOAT32 = ("float16", "float16"), ("float32", "float32")
 
 
-def product(cast_inputs):
+def product(cast_inputs, bwd_decorator=None):
     """x @ w with a custom_vjp; its gradients are twice the true ones."""
     own = {"cast_inputs": cast_inputs}
 
@@ -26,7 +26,7 @@ def product(cast_inputs):
     def fwd(x, w):
         return x @ w, (x, w)
 
-    @jamp.custom_bwd(**own)
+    @(bwd_decorator or jamp.custom_bwd(**own))
     def bwd(residuals, g):
         x, w = residuals
         return 2 * (g @ w.T), 2 * (x.T @ g)
@@ -60,6 +60,31 @@ def test_forward_and_backward_run_in_the_dtype_asked_for(cast_inputs, pair, dtyp
     for actual, right in zip(gradient(X, W), expected, strict=True):
         assert actual.dtype == jnp.float32
         np.testing.assert_allclose(actual, 2 * right, rtol=0.02, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("decorator", "backward"),
+    [
+        (jamp.custom_bwd, FLOAT32),
+        (jamp.custom_bwd(device_type="cuda"), FLOAT32),
+        (lambda rule: rule, FLOAT16),
+    ],
+    ids=["bare", "with options", "none"],
+)
+def test_a_backward_rule_runs_as_its_forward_rule_if_it_is_decorated(
+    decorator, backward
+):
+    fn = on_gpu(lambda x, w: product(jnp.float32, decorator)(x, w) * 200)
+    x = jnp.full((4, 4), 300.0)
+    gradient = jax.jit(jax.grad(total(fn), (0, 1)))
+    products = matmul_dtypes(traced(gradient, x, W))
+    assert sorted(products) == sorted([FLOAT32, backward, backward])
+    expected = 2 * 200 * x.T @ jnp.ones((4, 4))
+    # In 16 bits it overflows, as it would in PyTorch under autocast.
+    finite = backward == FLOAT32
+    assert bool(jnp.isfinite(gradient(x, W)[1]).all()) == finite
+    if finite:
+        np.testing.assert_allclose(gradient(x, W)[1], expected)
 
 
 def test_a_16_bit_argument_of_a_float32_function_gets_a_16_bit_gradient():
