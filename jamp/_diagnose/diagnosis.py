@@ -195,6 +195,8 @@ class Diagnosis:
     def _health(self) -> str:
         """A line on a program without findings."""
         scale, (low, high) = self.loss_scale, self.scale_window or (0.0, math.inf)
+        if not self.errors:
+            return "nothing to compare: no result is floating or complex"
         if scale is None or low > high or low <= scale <= high:
             return "healthy: nothing is further from float32 than rounding explains"
         side = "below" if scale < low else "above"

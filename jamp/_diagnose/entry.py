@@ -222,9 +222,11 @@ def _message(kind: str, measured: Measured, made: Measured) -> str:
     if kind == "overflow":
         largest = float(jnp.finfo(dtype).max)
         when = "" if found.first is None else f", first in iteration {found.first}"
+        # Just above the largest number, as 65536 is, takes more digits to tell.
+        digits = 3 if found.largest > 1.01 * largest else 6
         return (
-            f"{what} is not finite: it reaches {found.largest:.3g}, {dtype} holds "
-            f"{largest:.3g}{when}"
+            f"{what} is not finite: it reaches {found.largest:.{digits}g}, {dtype} "
+            f"holds {largest:.{digits}g}{when}"
         )
     if kind == "underflow":
         zero, small = found.underflow

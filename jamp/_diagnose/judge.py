@@ -20,13 +20,20 @@ from jamp._diagnose.measure import (
     led_to,
     path_to,
 )
-from jamp._diagnose.outcomes import ROUNDINGS, Outcome, Verdict, error_limit, verdict_of
+from jamp._diagnose.outcomes import (
+    ROUNDINGS,
+    Outcome,
+    Verdict,
+    comparable,
+    error_limit,
+    verdict_of,
+)
 from jamp._diagnose.program import Program, Settings, Subject
 from jamp._diagnose.walk import EXACTLY, Steps, Walk
 from jamp._dtypes import narrow
 from jamp._equations import equations
 from jamp._plan.plain_equations import is_explicit
-from jamp._primitives import CALLS, FUNCTIONS, MOVEMENT
+from jamp._primitives import CALLS, FUNCTIONS, MOVEMENT, SUMS
 from jamp._tracing.regions import Scope
 
 # A result has underflowed if more of it is below the normal numbers of its dtype.
@@ -37,6 +44,9 @@ SUSPECT = 0.5
 TOO_SMALL = 0.1
 # A gradient of few elements may stay where it is by chance.
 _DRAWS = 2
+# Of what makes a sum or difference, and of what makes a mean too.
+_ADDED = frozenset({"add", "neg", "sub"})
+_SUMMED = _ADDED | SUMS | MOVEMENT | {"convert_element_type", "div"}
 
 
 class Fault(NamedTuple):
@@ -149,15 +159,15 @@ def _overflow(measured: Measured) -> Fault:
     return Fault(kind_of(suspects[0]), suspects[0])
 
 
-def _terms(measured: Measured) -> float:
-    """The largest of the numbers whose sum or difference an output is."""
-    largest, seen, ahead = 0.0, set(), [measured]
+def _largest(outputs: Iterable[Measured], through: Collection[str]) -> float:
+    """The largest number that outputs are made of by some primitives."""
+    largest, seen, ahead = 0.0, set(), [*outputs]
     while ahead:
         term = ahead.pop()
         if id(term) in seen:
             continue
         seen.add(id(term))
-        if term.primitive in ("add", "neg", "sub"):
+        if term.primitive in through:
             ahead += term.producers
         else:
             largest = max(largest, term.statistics.largest)
@@ -196,15 +206,25 @@ def examine(
     measured, first = list(found.values()), len(results) - len(subject.differentiated)
     labelled = zip(program.labels, results, strict=True)
     outcomes = [
-        Outcome(label, index >= first, index, result.pair, result.producers)
+        Outcome(
+            label,
+            index >= first,
+            index,
+            comparable(*result.pair),
+            result.producers,
+            added=_largest(result.producers, _SUMMED),
+        )
         for index, (label, result) in enumerate(labelled)
-        if result.statistics is not None
+        if result.statistics is not None or np.iscomplexobj(result.pair.shadow)
     ]
     if settings.loss_scale is not None:
-        terms = max(map(_terms, outcomes[0].producers), default=0.0)
+        terms = _largest(outcomes[0].producers, _ADDED)
         outcomes[0] = replace(outcomes[0], terms=terms)
     limit = error_limit(settings.options.dtype, measured)
     verdict = verdict_of(outcomes, limit)
+    if verdict.spoiled and _is_as_it_runs(settings):
+        outcomes = _as_it_runs(subject, settings, outcomes)
+        verdict = verdict_of(outcomes, limit)
     if verdict.spoiled and not any(math.isinf(outcome.error) for outcome in outcomes):
         # Where a result or a step to it is wrong, so is a gradient.
         forward = [m.statistics.error for m in measured if not m.scaled]
@@ -212,6 +232,24 @@ def examine(
         outcomes = _settled(subject, settings, outcomes, draws)
         verdict = verdict_of(outcomes, limit)
     return Examination(settings, measured, outcomes, find_faults(verdict))
+
+
+def _is_as_it_runs(settings: Settings) -> bool:
+    """Whether nothing is changed of a function that is under autocast in parts."""
+    return not (settings.options.enabled or settings.regions)
+
+
+def _as_it_runs(
+    subject: Subject, settings: Settings, outcomes: Sequence[Outcome]
+) -> list[Outcome]:
+    """Outcomes of the function itself, whose parts are not walked through.
+
+    A gradient that it takes of a part under autocast is one of a program in which
+    products give float32 for weights; the walk rounds it.
+    """
+    program = subject.program(settings, as_it_runs=True)
+    results = _compiled(program)(*program.arrays)
+    return [old.beside(results[old.index], old.pair.shadow) for old in outcomes]
 
 
 def _settled(

@@ -29,7 +29,8 @@ LOST = 0.1
 # ... unless all of it is smaller than this, beside the largest one: of what the loss
 # does not depend on, such as a bias in front of a normalization, it is rounding only.
 NEGLIGIBLE = 1e-5
-# A result is rounding only if errors of float32's last digits change it by this share.
+# What errors of float32's last digits change by this share is rounding: a gradient, and
+# a result that is next to nothing beside what it adds up.
 NOISE = 0.05
 
 
@@ -48,10 +49,11 @@ class Outcome:
     # a rounding to 16 bits.
     moved: float = 0.0
     terms: float = 0.0  # of a loss, the largest number that it is the difference of
+    added: float = 0.0  # the largest number that it is a sum or a mean of
 
     def beside(self, computed: Any, shadow: Any) -> Self:
         """It with what other runs computed."""
-        return replace(self, pair=Pair(np.asarray(computed), np.asarray(shadow)))
+        return replace(self, pair=comparable(computed, shadow))
 
     @cached_property
     def statistics(self) -> Statistics:
@@ -77,6 +79,14 @@ class Outcome:
     def alike(self) -> bool:
         """Whether what is not finite in float32 is the same in 16 bits."""
         return not self.gradient and self.statistics.wild == self.statistics.alike
+
+
+def comparable(computed: Any, shadow: Any) -> Pair:
+    """A result in two runs, in NumPy's arrays; of complex numbers both parts."""
+    arrays = map(np.asarray, (computed, shadow))
+    return Pair(
+        *(np.stack([a.real, a.imag]) if a.dtype.kind == "c" else a for a in arrays)
+    )
 
 
 class Verdict(NamedTuple):
@@ -128,7 +138,8 @@ def verdict_of(outcomes: Sequence[Outcome], limit: float) -> Verdict:
         if found.overflowed:
             return True
         if outcome.noise >= NOISE:
-            return False
+            off = found.error * mean > limit * max(mean, outcome.added)
+            return off and not outcome.gradient
         if not outcome.gradient:
             # What cancels in a loss has the rounding of its terms.
             return found.error > limit * max(1.0, outcome.terms / (mean or math.inf))

@@ -17,6 +17,7 @@ from jamp._errors import AutocastError, AutocastTypeError
 from jamp._plan.planner import make_plan
 from jamp._tracing import calls, locations, nnx_graph, regions, trace
 from jamp._tracing.checks import is_array
+from jamp._tracing.nnx_graph import spelled_out
 from jamp._tracing.options import Options, tracing
 
 # The keys that lead to a leaf, the first one `args` or `kwargs`.
@@ -118,22 +119,24 @@ class Subject:
     def _slots(self) -> list[int]:
         return [i for i, leaf in enumerate(self.leaves) if is_array(leaf)]
 
-    def program(self, settings: Settings) -> Program:
+    def program(self, settings: Settings, *, as_it_runs: bool = False) -> Program:
+        """It under some settings; or as it runs by itself, without any."""
         slots = self._slots()
         arrays, chosen = [self.leaves[slot] for slot in slots], self.differentiated
 
         def call(leaves: list[Any]) -> Any:
             """What the user's function returns, and the state of modules."""
             args, kwargs = jax.tree.unflatten(self.tree, leaves)
+            if as_it_runs:
+                result = self.fn(*args, **kwargs)
+                return (result, ()) if self.objects is None else spelled_out(*result)
             traced = trace.trace(self.fn, settings.options, args, kwargs)
             _refuse_refs(traced.program)
             marked = _in_regions(traced.program, settings)
             inputs = [leaves[slot] for slot in slots]
             plan = make_plan(marked, inputs, settings.options)
             result = traced.rebuild(emit(plan, inputs, share=False))
-            if self.objects is None:
-                return result, ()
-            return nnx_graph.spelled_out(*result)
+            return (result, ()) if self.objects is None else spelled_out(*result)
 
         def run(*arrays: Any) -> Any:
             leaves = trace.with_arrays(self.leaves, slots, arrays[: len(slots)])

@@ -348,3 +348,23 @@ def test_of_a_function_under_autocast_its_options_hold():
 
 def test_autocast_that_is_off_is_healthy():
     assert diagnose(lambda x: square(product(x)), enabled=False)(X * 1e3).healthy
+
+
+@pytest.mark.parametrize("scale", [0.8, 0.9, 1.0])
+def test_a_result_that_cancels_in_products_is_wrong_where_float32_holds_it(scale):
+    """The mean variance of a sparse Gaussian process, by the inverse of its kernel."""
+
+    def kernel(a, b):
+        return jnp.exp(-0.5 * jnp.sum(((a[:, None] - b) / scale) ** 2, -1))
+
+    def variance(z):
+        lower = jnp.linalg.cholesky(kernel(z, z) + 1e-4 * jnp.eye(12))
+        inverse = jax.scipy.linalg.cho_solve((lower, True), jnp.eye(12))
+        mixed = kernel(jnp.linspace(-3, 3, 60)[:, None], z)
+        return jnp.mean(jnp.diagonal(mixed @ (inverse @ inverse.T) @ mixed.T))
+
+    z = jnp.linspace(-3, 3, 12)[:, None]
+    found = jamp.diagnose(variance, device_type="cpu", progress=False)(z)
+    assert [f.kind for f in found.findings] == ["precision"]
+    assert found.findings[0].operation == "dot_general"
+    assert all(suggestion.cured for suggestion in found.suggestions)

@@ -61,6 +61,18 @@ def test_of_a_step_whose_loss_is_under_autocast_the_rest_is_as_written():
     assert len(under.findings) > 1
 
 
+@pytest.mark.parametrize(("size", "healthy"), [(100.0, True), (3e5, False)])
+def test_a_step_is_compared_as_it_runs(size, healthy):
+    def step(w, x):
+        loss = jamp.autocast(lambda w: jnp.mean(x @ w), device_type="gpu")
+        return jax.grad(lambda w: loss(w) * 2.0**15)(w)
+
+    w, x = jnp.ones((8, 8)), jnp.full((8, 8), size)
+    # Gradients of weights are float32: that of 100, 409600, is no overflow.
+    found = jamp.diagnose(step)(w, x)
+    assert found.healthy == healthy == bool(jnp.isfinite(step(w, x)).all())
+
+
 def test_a_number_of_an_argument_may_be_numpys():
     found = diagnose(jnp.vdot, loss_scale=1.0, argnums=np.int64(1))(X, X)
     assert gradients(found) == ["gradient of args[1]"]

@@ -3,13 +3,14 @@
 import dataclasses
 import inspect
 import json
+import math
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from diagnosed import X, diagnose, line_of, mean, product, square
+from diagnosed import EYE, X, diagnose, line_of, mean, product, square
 
 import jamp
 
@@ -31,6 +32,24 @@ def test_the_text_names_line_limit_and_cure():
     assert f"{path}:{line_of(square)} (square)" in text
     assert "it reaches 9e+04, float16 holds 6.55e+04" in text
     assert re.search(r'ran again: healthy.*jamp.Policy.load\("gpu"\)', text, re.DOTALL)
+
+
+def test_a_number_just_above_the_largest_is_told_from_it():
+    found = diagnose(lambda x: product(x) * 2.0)(EYE * 2.0**15)
+    assert "it reaches 65536, float16 holds 65504" in str(found)
+
+
+def test_complex_results_are_compared():
+    found = diagnose(lambda x: jax.lax.complex(*[product(square(x))] * 2))(X)
+    assert [f.kind for f in found.findings] == ["overflow"]
+    assert found.errors["result"] == math.inf
+
+
+@pytest.mark.parametrize("choose", [jnp.argmax, lambda h: h > 0])
+def test_where_nothing_is_compared_it_does_not_say_healthy(choose):
+    text = str(diagnose(lambda x: choose(product(square(x))))(X))
+    assert "nothing to compare: no result is floating or complex" in text
+    assert "healthy" not in text
 
 
 def test_what_is_wrong_with_one_line_in_several_modules_is_said_once(tmp_path):
