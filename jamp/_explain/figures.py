@@ -330,12 +330,15 @@ class Figures(Counted):
     @property
     def header(self) -> str:
         """A line on the device type, dtype and policy, and on those of regions."""
-        words = [
+        own, *inside = (
             f"on {found.device_type} to {found.dtype.name}"
             f"{'' if found.enabled else ', disabled'}, policy {found.policy.name}"
             for found in (self.options, *self.regions)
-        ]
-        return f"autocast {'; in regions: '.join(dict.fromkeys(words))}"
+        )
+        if inside and not self.options.enabled:
+            where = "; ".join(dict.fromkeys(inside))
+            return f"autocast where the function has it, {where}; the rest as written"
+        return f"autocast {'; in regions: '.join(dict.fromkeys([own, *inside]))}"
 
     @property
     def records(self) -> tuple[Record, ...]:

@@ -114,7 +114,8 @@ def test_a_step_with_a_loss_under_autocast_is_explained_as_it_runs():
     program = jax.make_jaxpr(step)(X.T, X.T @ X)
     assert sorted(found) == sorted(matmul_dtypes(program))
     assert ("float32", "float32") in found and ("float16", "float16") in found
-    assert report.header.endswith("in regions: on gpu to float16, policy gpu")
+    where = "where the function has it, on gpu to float16, policy gpu; the rest"
+    assert report.header == f"autocast {where} as written"
     assert "outside of autocast" in str(report)
 
 
