@@ -233,6 +233,15 @@ def test_an_unknown_primitive_runs_as_traced_and_is_reported():
     assert "mystery (1)" in str(report)
 
 
+def test_an_unknown_primitive_stays_in_the_program_if_nothing_reads_it():
+    def fn(x):
+        mystery_p.bind(x)  # as a tag for whoever reads the program
+        return x @ x
+
+    program = jax.make_jaxpr(gpu(fn))(x22)
+    assert [eqn.primitive.name for eqn in program.eqns].count("mystery") == 1
+
+
 def test_a_program_without_tracebacks_warns_and_keeps_the_primitive_rules():
     (call,) = jax.make_jaxpr(jax.jit(lambda x: jax.nn.gelu(x @ x)))(x22).eqns
     program = call.params["jaxpr"]

@@ -18,6 +18,7 @@ from jamp._dtypes import FLOAT32
 from jamp._equations import holds_any, nested
 from jamp._plan.listed_calls import runs_in_float32
 from jamp._plan.plan import Action, Bind, Cast, Float32Call, Plan, Structural
+from jamp._plan.records import Origin
 from jamp._plan.values import Value, Values
 from jamp._policy.rules import Rule
 
@@ -173,12 +174,14 @@ def _small(values: Sequence[Value]) -> set[int]:
 
 
 def _live(plan: Plan) -> Plan:
-    """A plan without the actions that nobody reads, which XLA drops too."""
+    """A plan without the known actions that nobody reads, which XLA drops too."""
     read = {value.number for value in plan.results}
     kept: list[Action] = []
     for action in reversed(plan.actions):
-        effects = isinstance(action, Bind | Structural) and action.eqn.effects
-        if effects or not read.isdisjoint(value.number for value in action.results):
+        stays = isinstance(action, Bind | Structural) and (
+            action.eqn.effects or action.caster.record.ruling.origin is Origin.DEFAULT
+        )
+        if stays or not read.isdisjoint(value.number for value in action.results):
             kept.append(action)
             values = chain(action.operands, taken(action))
             read.update(value.number for value in values)
