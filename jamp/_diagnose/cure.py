@@ -215,6 +215,9 @@ def cure(
     faults = before.faults
     if not faults or any(fault.kind == "float32" for fault in faults):
         return faults, ()
+    scale = judge.scale_of_skipped(before)
+    if scale is not None:
+        return faults, (_look_at_loss(scale),)
     changes = _find(subject, before, examine)
     if changes:
         return _causes(faults, changes), tuple(_suggest(changes, before))
@@ -224,6 +227,15 @@ def cure(
         " that do not fit; keep them in float32, or scale them"
     )
     return faults, (Suggestion(f"# change {location or 'the program'}", reason, False),)
+
+
+def _look_at_loss(scale: float) -> Suggestion:
+    reason = (
+        "loss scaling skips this step, as it is to where a scaled gradient overflows, "
+        "and lowers the scale for the next; this tells which scales fit"
+    )
+    code = f"jamp.diagnose(loss_fn, loss_scale={scale})"
+    return Suggestion(code, reason, False)
 
 
 def _causes(faults: list[Fault], changes: list[Change]) -> list[Fault]:

@@ -13,6 +13,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from jamp import _dtypes
+from jamp._compat import transformations
 from jamp._diagnose.measure import (
     LOWEST_EXPONENT,
     Measured,
@@ -34,7 +35,7 @@ from jamp._dtypes import narrow
 from jamp._equations import equations
 from jamp._plan.plain_equations import is_explicit
 from jamp._primitives import CALLS, FUNCTIONS, MOVEMENT, SUMS
-from jamp._tracing.regions import Scope
+from jamp._tracing.regions import OUTSIDE, Scope
 
 # A result has underflowed if more of it is below the normal numbers of its dtype.
 UNDERFLOWED = 0.5
@@ -236,7 +237,7 @@ def examine(
 
 def _is_as_it_runs(settings: Settings) -> bool:
     """Whether nothing is changed of a function that is under autocast in parts."""
-    return not (settings.options.enabled or settings.regions)
+    return settings.options.source == OUTSIDE and not settings.regions
 
 
 def _as_it_runs(
@@ -311,6 +312,21 @@ def run_again(subject: Subject, settings: Settings, before: Examination) -> Verd
 
 def _compiled(program: Program) -> Callable[..., Any]:
     return jax.jit(jaxpr_as_fun(program.closed), compiler_options=EXACTLY)
+
+
+def scale_of_skipped(examined: Examination) -> float | None:
+    """The scale of a step that loss scaling skips, as a scaled gradient overflowed."""
+    lowered = [
+        outcome.pair
+        for outcome in examined.outcomes
+        if outcome.label.endswith(".scaler_state.scale")
+        and (outcome.pair.computed < outcome.pair.shadow).all()
+    ]
+    backward = all(
+        any("transpose" in transformations(eqn) for eqn in measured.eqns)
+        for measured in examined.at_fault
+    )
+    return float(lowered[0].shadow.max()) if lowered and backward else None
 
 
 def scale_window(examination: Examination) -> tuple[float, float] | None:

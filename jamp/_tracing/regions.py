@@ -18,6 +18,9 @@ from jamp._compat import scope_names
 from jamp._equations import equations
 from jamp._tracing.options import Options, options_in_force, refuse_overruled, tracing
 
+# Why what stands beside functions under autocast is computed as written.
+OUTSIDE = "outside of autocast"
+
 
 class _Mark(str):
     """The name of the scope that a region is in a program, which holds its options."""
@@ -111,7 +114,7 @@ def settled(
         return options
     if whole:
         return functions[0]
-    return replace(options, enabled=False, source="outside of autocast")
+    return replace(options, enabled=False, source=OUTSIDE)
 
 
 def _under_autocast(

@@ -4,6 +4,7 @@ import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from diagnosed import EYE, diagnose
 
@@ -71,6 +72,25 @@ def test_a_step_is_compared_as_it_runs(size, healthy):
     # Gradients of weights are float32: that of 100, 409600, is no overflow.
     found = jamp.diagnose(step)(w, x)
     assert found.healthy == healthy == bool(jnp.isfinite(step(w, x)).all())
+
+
+@pytest.mark.parametrize("jit", [lambda fn: fn, jax.jit], ids=["plain", "jit"])
+def test_of_a_step_that_loss_scaling_skips_the_scale_is_told(jit):
+    loss = jamp.autocast(lambda w, x: jnp.mean(50 * jnp.tanh(x @ w)), dtype=jnp.float16)
+    tx = jamp.dynamic_loss_scaling(optax.sgd(0.1), jamp.GradScaler(init_scale=2.0**24))
+
+    def step(w, opt_state, x):
+        value, grads = jamp.value_and_grad(loss)(opt_state, w, x)
+        updates, opt_state = tx.update(grads, opt_state, w)
+        return optax.apply_updates(w, updates), opt_state, value
+
+    w, x = jnp.eye(8) / 8, jnp.ones((4, 8))
+    assert step(w, tx.init(w), x)[1].last_step_skipped
+    (told,) = jamp.diagnose(jit(step), progress=False)(w, tx.init(w), x).suggestions
+    assert told.code == "jamp.diagnose(loss_fn, loss_scale=16777216.0)"
+    assert "skips this step" in told.reason
+    low, high = jamp.diagnose(loss, loss_scale=2.0**24)(w, x).scale_window
+    assert low < high < 2.0**24
 
 
 def test_a_number_of_an_argument_may_be_numpys():
