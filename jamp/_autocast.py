@@ -28,9 +28,10 @@ from jamp._errors import AutocastError, AutocastTypeError
 from jamp._lowerings.processor import warn_if_slow
 from jamp._plan.planner import make_plan, warn_unmatched
 from jamp._policy.policy import Policy
-from jamp._tracing import calls, nnx_modules, regions
+from jamp._tracing import calls, regions
 from jamp._tracing.cache_key import signature
 from jamp._tracing.checks import check_function, is_array
+from jamp._tracing.nnx_modules import Prepared, is_module
 from jamp._tracing.options import (
     Arguments,
     Options,
@@ -89,7 +90,7 @@ class _Programs:
                 del self._entries[next(iter(self._entries))]
 
 
-def _run(call: calls.Prepared, options: Options, eager_programs: _Programs) -> Any:
+def _run(call: Prepared, options: Options, eager_programs: _Programs) -> Any:
     """Runs a call under autocast; an eager one again as what it was rewritten to."""
     leaves, tree = jax.tree.flatten((call.args, call.kwargs))
     arrays = [leaf for leaf in leaves if is_array(leaf)]
@@ -134,7 +135,7 @@ def _cast_outputs(result: Any, dtype: Any) -> Any:
     if dtype is None:
         return result
     # A module is itself: its state is no result, and a copy would have its own.
-    is_leaf = nnx_modules.is_module
+    is_leaf = is_module
     leaves, tree = jax.tree.flatten(result, is_leaf)
     inside = in_functions(result, is_leaf)
     return jax.tree.unflatten(tree, map(converted, leaves, inside))
@@ -303,7 +304,7 @@ class Unwrapped(NamedTuple):
     given: Mapping[str, Any] | None
     output_dtype: Any
 
-    def prepare(self, args: Any, kwargs: Any) -> calls.Prepared:
+    def prepare(self, args: Any, kwargs: Any) -> Prepared:
         """A call of it, with results in the dtype that they are to have."""
         returned = None
         if self.output_dtype is not None:

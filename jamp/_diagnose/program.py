@@ -15,9 +15,10 @@ from jamp._emit import emit
 from jamp._equations import equations, replaced
 from jamp._errors import AutocastError, AutocastTypeError
 from jamp._plan.planner import make_plan
-from jamp._tracing import calls, locations, nnx_graph, regions, trace
+from jamp._tracing import calls, locations, regions, trace
 from jamp._tracing.checks import is_array
-from jamp._tracing.nnx_graph import spelled_out
+from jamp._tracing.nnx_graph import Slot, spelled_out
+from jamp._tracing.nnx_modules import Prepared
 from jamp._tracing.options import Options, tracing
 
 # The keys that lead to a leaf, the first one `args` or `kwargs`.
@@ -183,13 +184,13 @@ def _is_floating(leaf: Any) -> bool:
 
 
 def _find_paths(
-    args: Any, kwargs: Any, call: calls.Prepared
+    args: Any, kwargs: Any, call: Prepared
 ) -> tuple[list[Path], Mapping[int, Path] | None]:
     """The user's path of each leaf of a prepared call, and of what it may change."""
     _, state, held = call.args if call.packed else (None, (), (args, kwargs))
     given = jax.tree.leaves_with_path({"args": held[0], "kwargs": held[1]})
     # A module's number stands in its place.
-    slots = ((path, leaf) for path, leaf in given if isinstance(leaf, nnx_graph.Slot))
+    slots = ((path, leaf) for path, leaf in given if isinstance(leaf, Slot))
     modules = {int(leaf): path for path, leaf in slots}
     inside = [_in_module(path, modules) for path, _ in jax.tree.leaves_with_path(state)]
     paths = [*inside, *(path for path, _ in given)]

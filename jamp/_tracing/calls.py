@@ -1,8 +1,8 @@
 """A call as it is traced: of a partial the function in it, of modules their arrays."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,19 +10,8 @@ import numpy as np
 from jamp._tracing import nnx_modules
 from jamp._tracing.cache_key import Constant
 from jamp._tracing.checks import refuse_linen
+from jamp._tracing.nnx_modules import Prepared
 from jamp._tracing.trace import pass_for
-
-
-class Prepared(NamedTuple):
-    """A call whose arguments hold arrays where modules were."""
-
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    finish: Callable[[Any], Any]  # updates the modules; returns the user's result
-    # Gives where in the modules each object is, by its number in a change.
-    paths: Callable[[], Mapping[int, tuple[Any, ...]]] = dict
-    packed: bool = False  # whether there were any
 
 
 def prepare(
@@ -43,9 +32,7 @@ def prepare(
     refuse_linen(fn, args)
     follow = partial(_followed, returned=returned)
     found = nnx_modules.packed(fn, args, kwargs, follow)
-    if found is None:
-        return Prepared(follow(fn), args, kwargs, lambda result: result)
-    return Prepared(found.fn, found.args, {}, found.finish, found.paths, packed=True)
+    return found or Prepared(follow(fn), args, kwargs, lambda result: result)
 
 
 def unwrap(fn: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:

@@ -27,14 +27,16 @@ from jamp._tracing.nnx_graph import (
 from jamp._tracing.trace import pass_for
 
 
-class Packed(NamedTuple):
-    """A call of what takes arrays where modules were."""
+class Prepared(NamedTuple):
+    """A call whose arguments hold arrays where modules were."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     finish: Callable[[Any], Any]  # updates the modules; returns the user's result
     # Gives where in the modules each object is, by its number in a change.
-    paths: Callable[[], Mapping[int, tuple[Any, ...]]]
+    paths: Callable[[], Mapping[int, tuple[Any, ...]]] = dict
+    packed: bool = False  # whether there were any
 
 
 def is_module(value: Any) -> bool:
@@ -54,7 +56,7 @@ def packed(
     args: Any,
     kwargs: Any,
     follow: Callable[[Callable[..., Any]], Callable[..., Any]],
-) -> Packed | None:
+) -> Prepared | None:
     """A call without the modules that it has; None if it has none.
 
     Args:
@@ -97,7 +99,8 @@ def packed(
         return put_back(value, found.__getitem__) if found else value
 
     taken = (graph.structure, graph.state, held)
-    return Packed(call, taken, finish, partial(paths, nnx, modules, graph.numbers))
+    where = partial(paths, nnx, modules, graph.numbers)
+    return Prepared(call, taken, {}, finish, where, packed=True)
 
 
 def _own_modules(fn: Any, nnx: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
