@@ -390,7 +390,8 @@ def _sharding_in(aval: Any, order: Sequence[int]) -> Any:
     if sharding.mesh.empty or not sharding.mesh.explicit_axes:
         return None
     spec = sharding.spec
-    partitions = [*spec, *(None for _ in range(aval.ndim - len(spec)))]
+    # Also of one that is to be added up over devices, or has been.
+    partitions = [*spec.partitions, *(None for _ in range(aval.ndim - len(spec)))]
     return sharding.update(spec=spec.update(tuple(partitions[d] for d in order)))
 
 

@@ -177,6 +177,36 @@ def plan_listed_call(call: ListedCall) -> None:
         )
 
 
+def ruling_of_called(
+    context: Context, records: Sequence[Record], program: Any
+) -> Ruling | None:
+    """The ruling of a listed function with derivative rules, which holds in these too.
+
+    They are other functions, so that it is not found in them. Products of a function
+    in 16 bits are in 16 bits in its rules anyway.
+
+    Args:
+      context: what holds where the function is called.
+      records: those of its program.
+      program: the program.
+    """
+    rulings = {record.ruling for record in records}
+    if len(rulings) != 1 or context.forced is not None:
+        return None
+    (ruling,) = rulings
+    known = context.region.policy.function_codes.items()
+    lines = [
+        f"{code.co_filename}:{code.co_firstlineno}"
+        for code, function in known
+        if function == ruling.function
+    ]
+    source = str(program.jaxpr.debug_info.func_src_info)
+    if ruling.rule is Rule.LOWER or not any(map(source.endswith, lines)):
+        return None
+    wide = ruling.rule is Rule.INTERNAL_FLOAT32
+    return ruling._replace(rule=Rule.FLOAT32) if wide else ruling
+
+
 def _returned(value: Value) -> Returned:
     return Returned(value.number, (value.dtype,))
 

@@ -25,7 +25,7 @@ from jamp._plan.carries import (
     meet,
     settled_carry,
 )
-from jamp._plan.listed_calls import runs_in_float32
+from jamp._plan.listed_calls import ruling_of_called, runs_in_float32
 from jamp._plan.plain_equations import plan_as_traced, plan_plain
 from jamp._plan.plan import Cast, Equation, Float32Call, Plan, Structural
 from jamp._plan.records import Conversion, with_inner
@@ -253,6 +253,9 @@ def plan_custom_call(equation: Equation) -> list[Value]:
     # Whether other rules would change is known only once JAX asks for them.
     changed = name != "custom_jvp_call" or inner.changed or _changes_rule(equation)
     in_float32 = _widens(inner) and _runs_in_float32(equation, closed(program))
+    own = ruling_of_called(equation.context, inner.records, closed(program))
+    if own is not None:
+        equation = equation._replace(context=equation.context._replace(forced=own))
     return equation.calling(inner, operands, changed=changed, in_float32=in_float32)
 
 

@@ -346,3 +346,47 @@ def test_what_a_backward_rule_logs_is_logged(within, loop):
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     for actual, expected in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=0.02, atol=0.02)
+
+
+def custom_vjp_product():
+    @jax.custom_vjp
+    def scores(q, k):
+        return q @ k.T / 4096
+
+    scores.defvjp(
+        lambda q, k: (q @ k.T / 4096, (q, k)),
+        lambda kept, g: (g @ kept[1] / 4096, g.T @ kept[0] / 4096),
+    )
+    return scores
+
+
+def custom_jvp_product():
+    @jax.custom_jvp
+    def scores(q, k):
+        return q @ k.T / 4096
+
+    @scores.defjvp
+    def rule(primals, tangents):
+        (q, k), (dq, dk) = primals, tangents
+        return q @ k.T / 4096, (dq @ k.T + q @ dk.T) / 4096
+
+    return scores
+
+
+@pytest.mark.parametrize("make", [custom_vjp_product, custom_jvp_product])
+def test_a_policys_rule_for_a_function_holds_in_its_derivative_rules(make):
+    scores = make()
+
+    def loss(q):
+        return jnp.mean(jax.nn.softmax(scores(q, q)) ** 2)
+
+    q = jax.random.normal(jax.random.key(0), (32, 64)) * 200
+    policy = jamp.Policy.load("gpu").with_rules(float32=[scores])
+    rewritten = jamp.autocast(loss, device_type="gpu", policy=policy)
+    for fn in (rewritten, jax.jit(rewritten)):
+        found, expected = jax.value_and_grad(fn)(q), jax.value_and_grad(loss)(q)
+        for actual, right in zip(found, expected, strict=True):
+            np.testing.assert_allclose(actual, right, rtol=1e-5, atol=1e-7)
+    # In 16 bits they overflow.
+    low = jax.value_and_grad(jamp.autocast(loss, device_type="gpu"))(q)[0]
+    assert not jnp.isfinite(low)
