@@ -190,6 +190,10 @@ def _compared(*policies: Policy) -> Iterator[str]:
     rows["gradients of weights"] = [
         "float32" if policy.float32_gradients else "16 bits" for policy in policies
     ]
+    rows["results in the dtype of activations"] = [
+        ", ".join(sorted(found.name for found in policy.activation_results)) or "none"
+        for policy in policies
+    ]
     for name, (old, new) in rows.items():
         if old != new:
             yield f"{name}: {old} -> {new}"
@@ -288,7 +292,11 @@ def _load_inputs(file: str) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
 
 @contextmanager
 def _users_code(doing: str) -> Iterator[None]:
-    """Turns what the user's code raises into an error that names the user's line."""
+    """Turns what the user's code raises into an error that names the user's line.
+
+    It finds no arguments in `sys.argv`, which are not for it.
+    """
+    given, sys.argv = sys.argv, sys.argv[:1]
     try:
         yield
     except JampError:
@@ -301,6 +309,8 @@ def _users_code(doing: str) -> Iterator[None]:
         raise TargetError(
             f"{doing} failed{where}: {type(error).__name__}: {error}"
         ) from error
+    finally:
+        sys.argv = given
 
 
 def _load_file(file: str) -> Mapping[str, Any]:

@@ -108,7 +108,8 @@ class Diagnosis:
       errors: the root mean square error of each result, relative to that of its value
         in float32; inf for one that is not finite. That of a gradient which is only
         rounding, such as that of a bias in front of BatchNorm, may be large.
-      gradient_error: the error of the gradient as a whole; None without a loss scale.
+      gradient_error: the error of the gradient as a whole, inf if some of it is not
+        finite; None without a loss scale, and where all of it is only rounding.
       gradient_moved: the relative change of float32's gradient, as a whole, where each
         weight moves by half a rounding to the dtype: an error of up to twice that is no
         finding. None where errors are too small to ask.

@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from jamp import _dtypes
-from jamp._compat import transformations
+from jamp._compat import is_plain_array, transformations
 from jamp._diagnose.measure import (
     LOWEST_EXPONENT,
     Measured,
@@ -47,7 +47,7 @@ TOO_SMALL = 0.1
 _DRAWS = 2
 # Of what makes a sum or difference, and of what makes a mean too.
 _ADDED = frozenset({"add", "neg", "sub"})
-_SUMMED = _ADDED | SUMS | MOVEMENT | {"convert_element_type", "div"}
+_SUMMED = _ADDED | SUMS | MOVEMENT | {"div", "mul"}
 
 
 class Fault(NamedTuple):
@@ -216,7 +216,7 @@ def examine(
             added=_largest(result.producers, _SUMMED),
         )
         for index, (label, result) in enumerate(labelled)
-        if result.statistics is not None or np.iscomplexobj(result.pair.shadow)
+        if result.statistics is not None or _is_inexact(result.pair.shadow)
     ]
     if settings.loss_scale is not None:
         terms = _largest(outcomes[0].producers, _ADDED)
@@ -235,6 +235,16 @@ def examine(
     return Examination(settings, measured, outcomes, find_faults(verdict))
 
 
+def _is_inexact(array: Any) -> bool:
+    """Whether a result is floating or complex, and there is some of it."""
+    aval = jax.typeof(array)
+    return (
+        is_plain_array(aval)
+        and aval.size > 0
+        and jnp.issubdtype(aval.dtype, jnp.inexact)
+    )
+
+
 def _is_as_it_runs(settings: Settings) -> bool:
     """Whether nothing is changed of a function that is under autocast in parts."""
     return settings.options.source == OUTSIDE and not settings.regions
@@ -248,7 +258,7 @@ def _as_it_runs(
     A gradient that it takes of a part under autocast is one of a program in which
     products give float32 for weights; the walk rounds it.
     """
-    program = subject.program(settings, as_it_runs=True)
+    program = subject.program(settings, "by itself")
     results = _compiled(program)(*program.arrays)
     return [old.beside(results[old.index], old.pair.shadow) for old in outcomes]
 
@@ -262,14 +272,13 @@ def _settled(
     rounding only, and a gradient that 16 bits of the weights alone change as much is
     not wrong by what 16 bits compute.
     """
-    options = replace(settings.options, enabled=False)
-    program = subject.program(replace(settings, options=options))
+    program = subject.program(settings, "as written")
     vars_ = (v for e in equations(program.closed) for v in (*e.invars, *e.outvars))
     if any(narrow(_dtypes.dtype_of(var)) for var in vars_):
         return outcomes  # it casts by itself
     rng, run = np.random.default_rng(0), _compiled(program)
-    every, half = range(len(program.arrays)), float(jnp.finfo(options.dtype).eps) / 2
-    alone = run(*program.arrays)
+    half = float(jnp.finfo(settings.options.dtype).eps) / 2
+    every, alone = range(len(program.arrays)), run(*program.arrays)
     nudged = run(*_moved(program.arrays, 2.0**-22, every, rng))
     rounded = [
         run(*_moved(program.arrays, half, subject.weights, rng)) for _ in range(draws)

@@ -109,21 +109,29 @@ def error_limit(dtype: Any, measured: Iterable[Measured] = ()) -> float:
     return ROUNDINGS * float(jnp.finfo(dtype).eps) * math.sqrt(roundings)
 
 
-def gradient_error(outcomes: Iterable[Outcome]) -> float:
-    """The relative error of all gradients together, as of one vector."""
-    return _together(outcomes, attrgetter("error"))
+def gradient_error(outcomes: Iterable[Outcome]) -> float | None:
+    """The relative error of all gradients together, as of one vector.
+
+    Inf if one is not finite; None if all that there are is rounding.
+    """
+    gradients = [outcome for outcome in outcomes if outcome.gradient]
+    if any(math.isinf(outcome.error) for outcome in gradients):
+        return math.inf
+    return _together(gradients, attrgetter("error"))
 
 
 def gradient_moved(outcomes: Iterable[Outcome]) -> float:
     """The relative change of all gradients that weights moved by a rounding give."""
-    return _together(outcomes, attrgetter("moved"))
+    return _together(outcomes, attrgetter("moved")) or 0.0
 
 
-def _together(outcomes: Iterable[Outcome], error: Callable[[Outcome], float]) -> float:
+def _together(
+    outcomes: Iterable[Outcome], error: Callable[[Outcome], float]
+) -> float | None:
     gradients = [o for o in outcomes if o.gradient and o.noise < NOISE and o.power]
     power = sum(outcome.power for outcome in gradients)
     found = sum(outcome.power * error(outcome) ** 2 for outcome in gradients)
-    return math.sqrt(found / power) if power else 0.0
+    return math.sqrt(found / power) if power else None
 
 
 def verdict_of(outcomes: Sequence[Outcome], limit: float) -> Verdict:
@@ -131,7 +139,7 @@ def verdict_of(outcomes: Sequence[Outcome], limit: float) -> Verdict:
     largest = max((outcome.mean for outcome in gradients), default=0.0)
     moved = gradient_moved(outcomes)
     explained = max(limit, GRADIENT_ERROR, ROUNDINGS * moved)
-    gradient_wrong = gradient_error(outcomes) > explained
+    gradient_wrong = (_together(outcomes, attrgetter("error")) or 0.0) > explained
 
     def is_wrong(outcome: Outcome) -> bool:
         found, mean = outcome.statistics, outcome.mean

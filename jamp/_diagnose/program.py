@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import jax
 import numpy as np
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, jaxpr_as_fun
 from jax.extend.source_info_util import current_name_stack
 from jax.ref import AbstractRef
 
@@ -21,6 +21,7 @@ from jamp._tracing.nnx_graph import Slot, spelled_out
 from jamp._tracing.nnx_modules import Prepared
 from jamp._tracing.options import Options, tracing
 
+Form = Literal["rewritten", "by itself", "as written"]
 # The keys that lead to a leaf, the first one `args` or `kwargs`.
 Path = tuple[Any, ...]
 # The parts of what a program returns; with a gradient, the first one is the loss.
@@ -120,23 +121,27 @@ class Subject:
     def _slots(self) -> list[int]:
         return [i for i, leaf in enumerate(self.leaves) if is_array(leaf)]
 
-    def program(self, settings: Settings, *, as_it_runs: bool = False) -> Program:
-        """It under some settings; or as it runs by itself, without any."""
+    def program(self, settings: Settings, form: Form = "rewritten") -> Program:
+        """It under some settings; or as it runs without any; or without autocast."""
         slots = self._slots()
         arrays, chosen = [self.leaves[slot] for slot in slots], self.differentiated
 
         def call(leaves: list[Any]) -> Any:
             """What the user's function returns, and the state of modules."""
             args, kwargs = jax.tree.unflatten(self.tree, leaves)
-            if as_it_runs:
+            if form == "by itself":
                 result = self.fn(*args, **kwargs)
                 return (result, ()) if self.objects is None else spelled_out(*result)
             traced = trace.trace(self.fn, settings.options, args, kwargs)
             _refuse_refs(traced.program)
-            marked = _in_regions(traced.program, settings)
             inputs = [leaves[slot] for slot in slots]
-            plan = make_plan(marked, inputs, settings.options)
-            result = traced.rebuild(emit(plan, inputs, share=False))
+            if form == "as written":
+                results = _run_as_written(traced.program, inputs)
+            else:
+                marked = _in_regions(traced.program, settings)
+                plan = make_plan(marked, inputs, settings.options)
+                results = emit(plan, inputs, share=False)
+            result = traced.rebuild(results)
             return (result, ()) if self.objects is None else spelled_out(*result)
 
         def run(*arrays: Any) -> Any:
@@ -173,6 +178,15 @@ class Subject:
         closed, shapes = jax.make_jaxpr(run, return_shape=True)(*arrays)
         labels = [label_of(path) for path, _ in jax.tree.leaves_with_path(shapes)]
         return Program(closed, arrays, labels)
+
+
+def _run_as_written(program: Any, arrays: list[Any]) -> Any:
+    pairs = zip(arrays, program.in_avals, strict=True)
+    taken = [
+        array.astype(aval.dtype) if _is_floating(array) else array
+        for array, aval in pairs
+    ]
+    return jaxpr_as_fun(program)(*taken)
 
 
 def _only_arrays(tree: Any) -> Any:

@@ -65,7 +65,9 @@ def _parse(text: str, file: str, stem: str, builtin: bool = False) -> dict[str, 
             )
         found = dict(_NOTHING if extends is None else read_builtin(extends))
         for kind, rules in _rules(table, builtin).items():
-            found[kind] = tuple({**dict(found[kind]), **rules}.items())
+            # Functions that are equal may still differ in whether they are elementwise.
+            kept = {key: rule for key, rule in found[kind] if key not in rules}
+            found[kind] = tuple({**kept, **rules}.items())
         found["primitives"] = tuple(sorted(found["primitives"]))
         if extends is None or "dtype" in table:
             if "dtype" not in table:

@@ -103,8 +103,8 @@ class Arguments:
             return found
         if found == _dtypes.FLOAT32 and not self.enabled:
             return None  # what a switch of dtypes says where nothing is to be 16-bit
-        # Without x64 JAX takes float64 for float32.
-        got = np.dtype(self.dtype) if found == _dtypes.FLOAT32 else found
+        # Without x64 JAX takes float64 for float32; NumPy takes "f16" for 16 bytes.
+        got = self.dtype if isinstance(self.dtype, str) else np.dtype(self.dtype)
         raise AutocastError(
             f"dtype must be {_dtypes.LOW_NAMES}, got {got}; leave it out for the "
             "policy's own, or use enabled=False to compute as written"

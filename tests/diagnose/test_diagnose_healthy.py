@@ -303,3 +303,31 @@ def test_double_q_learning(dtype):
     actions, states = np.arange(32) % 4, numbers(6, 2, 32, 8)
     diagnosed = diagnose(temporal_difference, dtype)
     check(diagnosed(params, target, states[0], actions, numbers(7, 32), states[1]))
+
+
+@each_dtype
+def test_a_step_whose_key_bias_softmax_ignores(dtype):
+    loss_fn = jamp.autocast(attention_loss, device_type="gpu", dtype=dtype)
+    tx = optax.sgd(1e-2)
+
+    def step(params, opt_state, x):
+        loss, grads = jax.value_and_grad(loss_fn)(params, x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    keys = dict(zip("qkvo", jax.random.split(jax.random.key(0), 4), strict=True))
+    params = {name: jax.random.normal(key, (32, 32)) / 6 for name, key in keys.items()}
+    params["bias"] = jnp.zeros(32)
+    x = jax.random.normal(jax.random.key(1), (16, 32))
+    found = jamp.diagnose(step, progress=False)(params, tx.init(params), x)
+    assert found.healthy, str(found)
+    assert found.errors["result[0]['bias']"] > 100
+
+
+def attention_loss(params, x):
+    keys = x @ params["k"] + params["bias"]
+    scores = jax.nn.softmax(x @ params["q"] @ keys.T / 6)
+    h = x + scores @ (x @ params["v"])
+    labels = jnp.arange(16) % 4
+    logits = (h @ params["o"])[:, :4]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()

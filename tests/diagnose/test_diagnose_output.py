@@ -45,6 +45,30 @@ def test_complex_results_are_compared():
     assert found.errors["result"] == math.inf
 
 
+def test_float64_results_are_compared():
+    def fn(x):
+        return product(square(x)).astype(jnp.float64)
+
+    with jax.enable_x64(True):
+        found = diagnose(fn)(X)
+        healthy = diagnose(lambda x: (x @ x).sum(), loss_scale=1.0)(np.float64(EYE))
+    assert found.errors["result"] == math.inf
+    assert healthy.healthy
+
+
+def test_of_a_gradient_that_is_rounding_alone_no_error_is_told():
+    """That of a divergence of two distributions which are nearly the same."""
+
+    def divergence(w, x):
+        p, q = (jax.nn.softmax(x @ (w * by)) for by in (1.0, 1.001))
+        return jnp.mean(jnp.sum(p * (jnp.log(p) - jnp.log(q)), -1))
+
+    w, x = (jax.random.normal(jax.random.key(n), (64, 64)) / 8 for n in (0, 1))
+    found = jamp.diagnose(divergence, device_type="cpu", loss_scale=1.0)(w, 8 * x)
+    assert found.gradient_error is None
+    assert "error of the gradient" not in str(found)
+
+
 @pytest.mark.parametrize("choose", [jnp.argmax, lambda h: h > 0])
 def test_where_nothing_is_compared_it_does_not_say_healthy(choose):
     text = str(diagnose(lambda x: choose(product(square(x))))(X))

@@ -52,6 +52,15 @@ def test_a_difference_is_a_line_and_an_exit_code(capsys):
     assert "exp: float32 -> internal_float32" in lines
 
 
+def test_a_difference_in_what_keeps_the_dtype_of_activations_is_one(tmp_path, capsys):
+    file = tmp_path / "mine.toml"
+    file.write_text('extends = "gpu"\n[results]\nactivation = ["jax.nn.softmax"]\n')
+    assert main(["policy", "gpu", "--diff", str(file)]) == 1
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("results in the dtype of activations: ")
+    assert " -> jax.nn.softmax, " in line
+
+
 def test_a_file_that_is_no_policy_is_an_error_without_a_traceback(tmp_path, capsys):
     file = tmp_path / "mine.toml"
     file.write_text('name = "mine"\nextends = "gpu"\n[lower]\nprimitives = ["sine"]\n')
@@ -155,6 +164,15 @@ def test_a_file_that_the_inputs_import_runs_once(project, capsys):
     (project / "inputs.py").write_text(inputs, encoding="utf-8")
     assert main(["explain", "train.py:loss_fn", "inputs.py"]) == 0
     assert capsys.readouterr().out.count("runs") == 1
+
+
+@pytest.mark.parametrize("target", ["train.py", "train"])
+def test_a_file_that_parses_arguments_finds_none(target, project, capsys):
+    parses = "import argparse\nargparse.ArgumentParser().parse_args()\n"
+    (project / "train.py").write_text(parses + TRAINING, encoding="utf-8")
+    given = [*sys.argv]
+    assert main(["explain", f"{target}:loss_fn", "inputs.py"]) == 0
+    assert sys.argv == given
 
 
 @pytest.mark.parametrize("name", ["json.py", "train.v2.py"])

@@ -194,3 +194,17 @@ def test_running_statistics_are_updated_in_float32(name, device):
     mean = flat.get("batch_stats", flat)["mean"]
     assert mean.dtype == jnp.float32
     np.testing.assert_allclose(mean, 0.99 * 1 + 0.01 * 3, rtol=1e-6)
+
+
+def test_a_file_has_a_function_that_was_elementwise_as_it_lists_it(tmp_path):
+    file = tmp_path / "mine.toml"
+    name = "jax.lax.associative_scan"
+    file.write_text(f'extends = "gpu"\n[float32]\nfunctions = ["{name}"]\n')
+
+    def products(x):
+        return jax.lax.associative_scan(lambda a, b: a @ b, x)
+
+    changed = jamp.Policy.load("gpu").with_rules(float32=[name])
+    for policy in jamp.Policy.load(file), changed:
+        report = jamp.explain(products, policy=policy)(jnp.ones((4, 8, 8)))
+        assert report.low_flop_share == 0.0

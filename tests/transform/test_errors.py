@@ -35,6 +35,7 @@ ARGUMENTS = {
     "float32": ({"dtype": jnp.float32}, jamp.AutocastError, "float32"),
     "float8": ({"dtype": jnp.float8_e4m3fn}, jamp.AutocastError, "float8"),
     "float64": ({"dtype": jnp.float64}, jamp.AutocastError, "got float64"),
+    "NumPy's name for 16 bytes": ({"dtype": "f16"}, jamp.AutocastError, "got f16"),
     "integer": ({"dtype": jnp.int16}, jamp.AutocastError, "int16"),
     "no dtype": (
         {"dtype": "fp16"},
