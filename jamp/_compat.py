@@ -120,6 +120,16 @@ def trace_of(tracer: Any) -> Any:
     return tracer._trace
 
 
+def array_in(value: Any) -> Any:
+    """The array that a tracer of an eager `jax.grad` or `jax.vmap` stands for.
+
+    Nothing public gives it. None for other tracers.
+    """
+    while isinstance(value, jax.core.Tracer):
+        value = getattr(value, "primal", getattr(value, "val", None))
+    return value if hasattr(value, "dtype") else None
+
+
 def is_made_by_jax(function: Any) -> bool:
     """Whether a function is one that JAX made, as `jax.vjp` makes pullbacks."""
     while isinstance(function, functools.partial):

@@ -11,10 +11,11 @@ from jax.extend.core import (
     JaxprEqn,
     Literal,
     Primitive,
+    jaxpr_as_fun,
     jaxprs_in_params,
 )
 
-from jamp._compat import becomes_a_program, checkpoint, settings
+from jamp._compat import array_in, becomes_a_program, checkpoint, settings
 from jamp._dtypes import shape_of
 from jamp._primitives import CALLS
 
@@ -231,7 +232,32 @@ _OPENED = frozenset({"closed_call", "jit", "remat2"})
 
 
 def _op_by_op(program: Any, arrays: Sequence[Any]) -> list[Any]:
-    """The results of a program, of which each operation runs by itself."""
+    """The results of a program, of which each operation runs by itself.
+
+    As it does itself, JAX looks for NaN inside only if there is one in a result: one
+    that `where` leaves out does no harm.
+    """
+    # Operations that ran by themselves unseen JAX would not look at later either.
+    with jax.debug_nans(False), jax.debug_infs(False):
+        results: list[Any] = jax.jit(jaxpr_as_fun(program))(*arrays)
+    return results if _are_fine(results) else _each_by_itself(program, arrays)
+
+
+def _are_fine(arrays: Sequence[Any]) -> bool:
+    """Whether JAX would not raise for some arrays; False where that is not known."""
+    held = list(map(array_in, arrays))
+    if any(array is None for array in held):
+        return False
+    checks = [
+        check
+        for check, flag in ((jax.numpy.isnan, "nans"), (jax.numpy.isinf, "infs"))
+        if getattr(jax.config, f"jax_debug_{flag}")
+    ]
+    inexact = [a for a in held if jax.numpy.issubdtype(a.dtype, np.inexact)]
+    return not any(check(array).any() for array in inexact for check in checks)
+
+
+def _each_by_itself(program: Any, arrays: Sequence[Any]) -> list[Any]:
     jaxpr = program.jaxpr
     env = dict(zip(jaxpr.constvars, program.consts, strict=True))
     env.update(zip(jaxpr.invars, arrays, strict=True))

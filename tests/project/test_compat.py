@@ -247,6 +247,21 @@ def test_transformations_are_noticed():
     assert seen[0][1]
 
 
+def test_tracers_of_eager_transformations_stand_for_arrays():
+    seen = []
+
+    def look(x):
+        seen.append(_compat.array_in(x))
+        return x
+
+    jax.vmap(jax.grad(look))(jnp.arange(2.0))
+    jax.jit(look)(1.0)
+    assert seen[1] is None
+    assert seen[0].tolist() == [0.0, 1.0], (
+        "a NaN that does no harm would raise where JAX looks for NaN"
+    )
+
+
 def test_settings_of_an_equation_are_those_it_was_traced_under():
     with set_xla_metadata(kept="yes"):
         eqn, *_ = equations(sine, 1.0)

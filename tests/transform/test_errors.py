@@ -204,6 +204,21 @@ def test_flags_of_jax_that_look_for_nan_and_inf_find_it(flag, fn):
                 run(x)
 
 
+@pytest.mark.parametrize("reduce", [jnp.var, jnp.median])
+@pytest.mark.parametrize(
+    "transform",
+    [lambda fn: fn, jax.jit, jax.vmap, lambda fn: jax.grad(lambda x: fn(x).sum())],
+    ids=["eager", "jit", "vmap", "grad"],
+)
+def test_a_nan_that_where_leaves_out_is_no_error_where_jax_looks_for_nan(
+    transform, reduce
+):
+    wrapped = transform(gpu(lambda x: reduce(x * 2)))
+    expected = wrapped(x22)
+    with jax.debug_nans(True):
+        np.testing.assert_array_equal(wrapped(x22), expected)
+
+
 OUTSIDE = [classmethod, staticmethod, property, functools.cached_property]
 
 
