@@ -139,6 +139,10 @@ def _scales(output: Measured, examination: Examination) -> list[Change]:
     if scale == examination.settings.loss_scale:
         return []
     reason = f"loss scales from {low:g} to {high:g} keep gradients in range"
+    if low > high:
+        reason = (
+            f"no gradient overflows up to loss scale {high:g}, though some underflow"
+        )
     return [Change("loss_scale", scale, reason)]
 
 

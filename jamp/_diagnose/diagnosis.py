@@ -188,7 +188,7 @@ class Diagnosis:
     def _cure(self) -> str:
         """A line on all suggestions together, as they were tried."""
         if not all(suggestion.cured for suggestion in self.suggestions):
-            return "to cure it (not tried):"
+            return "what may help:"
         if len(self.suggestions) > 1:
             return "to cure it, all of these (with all, ran again: healthy):"
         return "to cure it (ran again: healthy):"
