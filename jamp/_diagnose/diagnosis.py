@@ -119,6 +119,8 @@ class Diagnosis:
       scale_window: the smallest loss scale that keeps nine tenths of the gradients'
         elements from becoming zero, and the largest that keeps all finite; None without
         a loss scale, and where gradients are too small or too large to tell.
+      unseen: operations that hold programs with 16 bits, as `shard_map`, which are not
+        looked into: they ran as they are beside float32 too.
     """
 
     header: str
@@ -132,6 +134,7 @@ class Diagnosis:
     histograms: tuple[Histogram, ...]
     loss_scale: float | None
     scale_window: tuple[float, float] | None
+    unseen: tuple[str, ...] = ()
 
     @property
     def healthy(self) -> bool:
@@ -198,6 +201,9 @@ class Diagnosis:
         scale, (low, high) = self.loss_scale, self.scale_window or (0.0, math.inf)
         if not self.errors:
             return "nothing to compare: no result is floating or complex"
+        if self.unseen:
+            names = ", ".join(self.unseen)
+            return f"healthy as far as was looked, which is not into {names}"
         if scale is None or low > high or low <= scale <= high:
             return "healthy: nothing is further from float32 than rounding explains"
         side = "below" if scale < low else "above"
@@ -228,6 +234,7 @@ class Diagnosis:
             ],
             "loss_scale": self.loss_scale,
             "scale_window": list(self.scale_window) if self.scale_window else None,
+            "unseen": list(self.unseen),
         }
 
     def plot(self, path: str | Path) -> None:

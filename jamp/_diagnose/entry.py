@@ -187,6 +187,7 @@ def _diagnosis(
         histograms=_histograms(first.measured, faults),
         loss_scale=scale,
         scale_window=judge.scale_window(first),
+        unseen=tuple(sorted({m.primitive for m in first.measured if m.unseen})),
     )
 
 
@@ -217,6 +218,8 @@ def _message(kind: str, measured: Measured, made: Measured) -> str:
         if measured.location not in (None, made.location):
             what += f" for line {measured.location.line}"
     what += " of the gradient" if measured.scaled else ""
+    if kind == "float32" and measured.unseen:
+        return f"{name} is not finite; it is not looked into, and float32 may be finite"
     if kind == "float32":
         return f"float32 is not finite either, from {name} on"
     if kind == "overflow":

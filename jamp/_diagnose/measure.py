@@ -17,6 +17,7 @@ from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes, _primitives
 from jamp._compat import is_plain_array
+from jamp._equations import nested
 from jamp._tracing import locations
 
 # Exponents that a histogram tells apart; what lies outside counts at its ends.
@@ -180,6 +181,15 @@ class Measured:
     @property
     def cast(self) -> bool:
         return self.primitive == "convert_element_type"
+
+    @cached_property
+    def unseen(self) -> bool:
+        """Whether its equation holds a program with 16 bits, the same in both runs."""
+        if self.primitive in _primitives.SCATTERS:
+            return False  # Its program is that of one element.
+        held = [*nested(self.eqns[:1])][1:]
+        vars_ = (var for eqn in held for var in (*eqn.invars, *eqn.outvars))
+        return any(_dtypes.narrow(_dtypes.dtype_of(var)) for var in vars_)
 
     @cached_property
     def location(self) -> locations.Location | None:

@@ -194,6 +194,8 @@ def ruling_of_called(
     if len(rulings) != 1 or context.forced is not None:
         return None
     (ruling,) = rulings
+    if ruling.function is None or ruling.rule is Rule.LOWER:
+        return None
     known = context.region.policy.function_codes.items()
     lines = [
         f"{code.co_filename}:{code.co_firstlineno}"
@@ -201,7 +203,7 @@ def ruling_of_called(
         if function == ruling.function
     ]
     source = str(program.jaxpr.debug_info.func_src_info)
-    if ruling.rule is Rule.LOWER or not any(map(source.endswith, lines)):
+    if not any(map(source.endswith, lines)):
         return None
     wide = ruling.rule is Rule.INTERNAL_FLOAT32
     return ruling._replace(rule=Rule.FLOAT32) if wide else ruling
