@@ -135,9 +135,8 @@ def _cast_outputs(result: Any, dtype: Any) -> Any:
     if dtype is None:
         return result
     # A module is itself: its state is no result, and a copy would have its own.
-    is_leaf = is_module
-    leaves, tree = jax.tree.flatten(result, is_leaf)
-    inside = in_functions(result, is_leaf)
+    leaves, tree = jax.tree.flatten(result, is_module)
+    inside = in_functions(result, is_module)
     return jax.tree.unflatten(tree, map(converted, leaves, inside))
 
 

@@ -210,8 +210,13 @@ def bind_primitive(
 
 def looks_for_nans() -> bool:
     """Whether JAX raises where a NaN or an infinity is computed."""
-    flags = ("jax_debug_nans", "jax_debug_infs")
-    return any(getattr(jax.config, flag) for flag in flags)
+    return bool(_looked_for())
+
+
+def _looked_for() -> list[Callable[[Any], Any]]:
+    """What tells the numbers at which JAX raises."""
+    checks = {"jax_debug_nans": jax.numpy.isnan, "jax_debug_infs": jax.numpy.isinf}
+    return [check for flag, check in checks.items() if getattr(jax.config, flag)]
 
 
 def _checks_each() -> bool:
@@ -248,13 +253,8 @@ def _are_fine(arrays: Sequence[Any]) -> bool:
     held = list(map(array_in, arrays))
     if any(array is None for array in held):
         return False
-    checks = [
-        check
-        for check, flag in ((jax.numpy.isnan, "nans"), (jax.numpy.isinf, "infs"))
-        if getattr(jax.config, f"jax_debug_{flag}")
-    ]
     inexact = [a for a in held if jax.numpy.issubdtype(a.dtype, np.inexact)]
-    return not any(check(array).any() for array in inexact for check in checks)
+    return not any(check(array).any() for array in inexact for check in _looked_for())
 
 
 def _each_by_itself(program: Any, arrays: Sequence[Any]) -> list[Any]:

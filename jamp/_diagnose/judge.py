@@ -13,15 +13,17 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from jamp import _dtypes
-from jamp._compat import is_plain_array, transformations
+from jamp._compat import transformations
 from jamp._diagnose.measure import (
     LOWEST_EXPONENT,
     Measured,
     entering,
+    is_compared,
     led_to,
     path_to,
 )
 from jamp._diagnose.outcomes import (
+    NOISE,
     ROUNDINGS,
     Outcome,
     Verdict,
@@ -208,15 +210,10 @@ def examine(
     labelled = zip(program.labels, results, strict=True)
     outcomes = [
         Outcome(
-            label,
-            index >= first,
-            index,
-            comparable(*result.pair),
-            result.producers,
-            added=_largest(result.producers, _SUMMED),
+            label, index >= first, index, comparable(*result.pair), result.producers
         )
         for index, (label, result) in enumerate(labelled)
-        if result.statistics is not None or _is_inexact(result.pair.shadow)
+        if is_compared(jax.typeof(result.pair.shadow))
     ]
     if settings.loss_scale is not None:
         terms = _largest(outcomes[0].producers, _ADDED)
@@ -233,16 +230,6 @@ def examine(
         outcomes = _settled(subject, settings, outcomes, draws)
         verdict = verdict_of(outcomes, limit)
     return Examination(settings, measured, outcomes, find_faults(verdict))
-
-
-def _is_inexact(array: Any) -> bool:
-    """Whether a result is floating or complex, and there is some of it."""
-    aval = jax.typeof(array)
-    return (
-        is_plain_array(aval)
-        and aval.size > 0
-        and jnp.issubdtype(aval.dtype, jnp.inexact)
-    )
 
 
 def _is_as_it_runs(settings: Settings) -> bool:
@@ -290,7 +277,10 @@ def _settled(
         noise = old.beside(nudged[old.index], plain).statistics.error
         errors = [old.beside(other[old.index], plain).error for other in rounded]
         moved = max(filter(math.isfinite, errors), default=0.0)
-        found.append(replace(nearer, noise=noise, moved=moved))
+        # The walk to what it adds up takes as long as the program is.
+        cancels = noise >= NOISE and not old.gradient
+        added = _largest(old.producers, _SUMMED) if cancels else 0.0
+        found.append(replace(nearer, noise=noise, moved=moved, added=added))
     return found
 
 

@@ -153,6 +153,12 @@ def has_shadow(aval: Any) -> bool:
     return aval.dtype == np.bool_ or bool(jnp.issubdtype(aval.dtype, np.inexact))
 
 
+def is_compared(aval: Any) -> bool:
+    """Whether a result is compared: it is floating or complex, and there is some."""
+    inexact = is_plain_array(aval) and jnp.issubdtype(aval.dtype, np.inexact)
+    return inexact and aval.size > 0
+
+
 def is_measured(aval: Any) -> bool:
     """Whether a value's statistics are taken: it is floating, and there is some."""
     return is_plain_array(aval) and _dtypes.eligible(aval.dtype) and aval.size > 0

@@ -49,7 +49,8 @@ class Outcome:
     # a rounding to 16 bits.
     moved: float = 0.0
     terms: float = 0.0  # of a loss, the largest number that it is the difference of
-    added: float = 0.0  # the largest number that it is a sum or a mean of
+    # Of a result that is noise, the largest number that it is a sum or a mean of.
+    added: float = 0.0
 
     def beside(self, computed: Any, shadow: Any) -> Self:
         """It with what other runs computed."""

@@ -12,6 +12,7 @@ from jax.ref import AbstractRef
 
 from jamp._autocast import Unwrapped
 from jamp._emit import emit
+from jamp._emit.conversions import convert_all
 from jamp._equations import equations, replaced
 from jamp._errors import AutocastError, AutocastTypeError
 from jamp._plan.planner import make_plan
@@ -131,17 +132,11 @@ class Subject:
             args, kwargs = jax.tree.unflatten(self.tree, leaves)
             if form == "by itself":
                 result = self.fn(*args, **kwargs)
-                return (result, ()) if self.objects is None else spelled_out(*result)
-            traced = trace.trace(self.fn, settings.options, args, kwargs)
-            _refuse_refs(traced.program)
-            inputs = [leaves[slot] for slot in slots]
-            if form == "as written":
-                results = _run_as_written(traced.program, inputs)
             else:
-                marked = _in_regions(traced.program, settings)
-                plan = make_plan(marked, inputs, settings.options)
-                results = emit(plan, inputs, share=False)
-            result = traced.rebuild(results)
+                traced = trace.trace(self.fn, settings.options, args, kwargs)
+                inputs = [leaves[slot] for slot in slots]
+                way = _run_as_written if form == "as written" else _run_rewritten
+                result = traced.rebuild(way(traced.program, inputs, settings))
             return (result, ()) if self.objects is None else spelled_out(*result)
 
         def run(*arrays: Any) -> Any:
@@ -180,13 +175,17 @@ class Subject:
         return Program(closed, arrays, labels)
 
 
-def _run_as_written(program: Any, arrays: list[Any]) -> Any:
-    pairs = zip(arrays, program.in_avals, strict=True)
-    taken = [
-        array.astype(aval.dtype) if _is_floating(array) else array
-        for array, aval in pairs
-    ]
-    return jaxpr_as_fun(program)(*taken)
+def _run_as_written(program: Any, arrays: list[Any], settings: Settings) -> Any:
+    del settings
+    # Those of 16 bits may have been traced as if they had more.
+    dtypes = [aval.dtype for aval in program.in_avals]
+    return jaxpr_as_fun(program)(*convert_all(arrays, dtypes))
+
+
+def _run_rewritten(program: Any, arrays: list[Any], settings: Settings) -> Any:
+    _refuse_refs(program)
+    plan = make_plan(_in_regions(program, settings), arrays, settings.options)
+    return emit(plan, arrays, share=False)
 
 
 def _only_arrays(tree: Any) -> Any:

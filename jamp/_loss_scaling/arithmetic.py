@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jamp._compat import api_boundary
-from jamp._dtypes import widened
 from jamp._equations import looks_for_nans
 from jamp._errors import ScalerError
 from jamp._loss_scaling.arguments import expect, is_number
 from jamp._tracing import regions
+from jamp.pallas_kernels.unscale.reference import unscaled
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -47,8 +47,7 @@ def times(tree: Any, factor: jax.Array) -> Any:
     def multiplied(leaf: Any) -> Any:
         if not jnp.issubdtype(getattr(leaf, "dtype", bool), jnp.inexact):
             return leaf
-        wide = widened(leaf)
-        return (wide * factor.astype(wide.dtype)).astype(leaf.dtype)
+        return unscaled([leaf], factor)[0]
 
     return jax.tree.map(multiplied, tree)
 

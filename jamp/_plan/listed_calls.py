@@ -141,15 +141,14 @@ def _rank(value: Value) -> tuple[int, int]:
 def plan_listed_call(call: ListedCall) -> None:
     """Plans the equations of a call, and the casts around it, by its rule."""
     rule, env, eqns = call.ruling.rule, call.env, call.eqns
-    # Inside, one rule settles every equation.
-    forced = Rule.FLOAT32 if rule is Rule.INTERNAL_FLOAT32 else rule
+    forced = call.ruling.inside
     inner = call.context._replace(inside=call.context.inside | {call.function})
     first = len(env.plan.records)
     products = (e for e in nested(eqns) if e.primitive.name in _primitives.MATMULS)
     stays = rule is Rule.LOWER and any(map(_stays_as_traced, products))
     # Of what is differentiated, JAX puts what is known of a call in front of a loop:
     # what is made of constants alone is a constant still.
-    constant = forced is Rule.FLOAT32 and all(
+    constant = forced.rule is Rule.FLOAT32 and all(
         env.read(var).follows for var in call.invars
     )
     if stays or constant or (call.function.elementwise and not _has_no_product(eqns)):
@@ -158,10 +157,10 @@ def plan_listed_call(call: ListedCall) -> None:
     enter = call.caster(Record(eqns[0], call.ruling, ()), eqns[0])
     if rule is Rule.LOWER:
         call.plan_inside(env.overlay(_in_16_bits(call.entered, enter)), inner)
-    elif forced is Rule.FLOAT32 and runs_in_float32(eqns):
+    elif forced.rule is Rule.FLOAT32 and runs_in_float32(eqns):
         _plan_in_float32(call, enter)
     else:
-        call.plan_inside(env, inner._replace(forced=call.ruling._replace(rule=forced)))
+        call.plan_inside(env, inner._replace(forced=forced))
     records = env.plan.records[first:]
     for record in with_inner(records):
         if rule is not Rule.LOWER or record.ruling.function is None:
@@ -205,8 +204,7 @@ def ruling_of_called(
     source = str(program.jaxpr.debug_info.func_src_info)
     if not any(map(source.endswith, lines)):
         return None
-    wide = ruling.rule is Rule.INTERNAL_FLOAT32
-    return ruling._replace(rule=Rule.FLOAT32) if wide else ruling
+    return ruling.inside
 
 
 def _returned(value: Value) -> Returned:

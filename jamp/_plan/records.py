@@ -50,6 +50,12 @@ class Ruling(NamedTuple):
         return self.entry if isinstance(self.entry, Function) else None
 
     @property
+    def inside(self) -> Ruling:
+        """What settles the equations of a function that it is for."""
+        wide = self.rule is Rule.INTERNAL_FLOAT32
+        return self._replace(rule=Rule.FLOAT32) if wide else self
+
+    @property
     def label(self) -> str:
         """The entry, for people to read."""
         if self.origin is Origin.SCOPE:
