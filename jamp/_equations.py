@@ -72,7 +72,7 @@ def replaced(
         return program
 
     def inside(value: Any) -> Any:
-        if not _programs_of(value):
+        if not programs_of(value):
             return value
         return jax.tree.map(lambda inner: replaced(inner, wanted, change, known), value)
 
@@ -88,7 +88,7 @@ def replaced(
     return known[id(program)]
 
 
-def _programs_of(value: Any) -> list[Any]:
+def programs_of(value: Any) -> list[Any]:
     """The programs of which a parameter consists.
 
     Programs among other things are static data of another library, which may hold them
@@ -181,7 +181,7 @@ def constants(program: Any) -> Iterator[Any]:
     yield from program.consts
     for eqn in equations(program):
         for value in eqn.params.values():
-            for held in _programs_of(value):
+            for held in programs_of(value):
                 yield from closed(held).consts
 
 

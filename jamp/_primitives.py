@@ -113,8 +113,10 @@ CALLS = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "custom_vmap_call": "call",
+    "eval_jaxpr": "call_jaxpr",
     "jit": "jaxpr",
     "remat2": "jaxpr",
+    "remat_opt": "fwd_jaxpr",
 }
 # They join elements of several operands.
 JOINING = _names("concatenate pad select_n stack")

@@ -119,7 +119,7 @@ class Diagnosis:
       scale_window: the smallest loss scale that keeps nine tenths of the gradients'
         elements from becoming zero, and the largest that keeps all finite; None without
         a loss scale, and where gradients are too small or too large to tell.
-      unseen: operations that hold programs with 16 bits, as `shard_map`, which are not
+      unseen: operations that hold programs with 16 bits, as kernels, which are not
         looked into: they ran as they are beside float32 too.
     """
 

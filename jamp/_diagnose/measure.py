@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes, _primitives
 from jamp._compat import is_plain_array
-from jamp._equations import nested
+from jamp._diagnose.widened import is_unseen
 from jamp._tracing import locations
 
 # Exponents that a histogram tells apart; what lies outside counts at its ends.
@@ -191,11 +191,7 @@ class Measured:
     @cached_property
     def unseen(self) -> bool:
         """Whether its equation holds a program with 16 bits, the same in both runs."""
-        if self.primitive in _primitives.SCATTERS:
-            return False  # Its program is that of one element.
-        held = [*nested(self.eqns[:1])][1:]
-        vars_ = (var for eqn in held for var in (*eqn.invars, *eqn.outvars))
-        return any(_dtypes.narrow(_dtypes.dtype_of(var)) for var in vars_)
+        return is_unseen(self.eqns[0])
 
     @cached_property
     def location(self) -> locations.Location | None:

@@ -3,7 +3,8 @@
 What a jit, a checkpoint or a function with derivative rules holds is walked through
 where it stands, equation by equation. How often a loop runs and which branch is taken
 is decided in the run under autocast, for both. In the other run, 16-bit dtypes are
-widened to float32.
+widened to float32. A `shard_map` is one equation, of which the other run is widened as a
+whole.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -27,7 +28,7 @@ from jamp._diagnose.measure import (
     has_shadow,
     tracked,
 )
-from jamp._lowerings.hook import bound_as
+from jamp._diagnose.widened import run_wide
 from jamp._tracing.regions import Scope
 
 # XLA may otherwise leave out the roundings that are to be measured.
@@ -228,37 +229,6 @@ def run_pair(eqn: JaxprEqn, operands: Sequence[Pair]) -> list[Pair]:
         # An equation with effects may run only once.
         shadows = list(map(_dtypes.widened, computed))
     else:
-        shadows = _run_wide(eqn, operands)
+        shadows = run_wide(eqn, [operand.shadow for operand in operands])
     each = zip(computed, shadows, shadowed, strict=True)
     return [Pair(array, shadow if own else array) for array, shadow, own in each]
-
-
-def _run_wide(eqn: JaxprEqn, operands: Sequence[Pair]) -> list[Any]:
-    """The results of an equation in the run in float32."""
-    name, arrays = eqn.primitive.name, [operand.shadow for operand in operands]
-    if name == "reduce_precision":
-        # It only rounds, as a cast to 16 bits would.
-        return arrays
-    dtypes = map(_dtypes.dtype_of, (*eqn.invars, *eqn.outvars))
-    if not any(map(_dtypes.narrow, dtypes)):
-        return _equations.bind(eqn, arrays)
-    if name in _primitives.SCATTERS:
-        primitive, params = bound_as(eqn, list(map(jax.typeof, arrays)))
-        return _equations.bind_primitive(primitive, params, arrays)
-    if name in _primitives.DTYPE_BOUND or _equations.holds_program(eqn):
-        # It runs only in the dtypes that it stands in.
-        narrowed = [
-            shadow.astype(computed.dtype) if _dtypes.narrow(computed.dtype) else shadow
-            for computed, shadow in operands
-        ]
-        return list(map(_dtypes.widened, _equations.bind(eqn, narrowed)))
-    wide: dict[str, Any] = {
-        name: _dtypes.FLOAT32
-        for name, value in eqn.params.items()
-        if name.endswith(("dtype", "element_type"))
-        and value is not None
-        and _dtypes.narrow(np.dtype(value))
-    }
-    if name in _primitives.MATMULS:
-        wide["precision"] = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
-    return _equations.bind(eqn, arrays, **wide)

@@ -70,8 +70,8 @@ def plan_jit(equation: Equation) -> list[Value]:
 
 @structural("call", "closed_call", "eval_jaxpr", "remat_opt")
 def plan_call(equation: Equation) -> list[Value]:
-    params = equation.eqn.params
-    program = closed(params["call_jaxpr" if "call_jaxpr" in params else "fwd_jaxpr"])
+    eqn = equation.eqn
+    program = closed(eqn.params[_primitives.CALLS[eqn.primitive.name]])
     equation.note()
     caster = equation.caster
     return equation.plan_inline(

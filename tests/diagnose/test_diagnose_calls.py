@@ -7,7 +7,6 @@ import numpy as np
 import optax
 import pytest
 from diagnosed import EYE, diagnose
-from jax import P
 
 import jamp
 
@@ -170,22 +169,3 @@ def test_mutable_arrays_are_refused(fn, loss_scale):
 def test_has_aux_takes_a_pair():
     with pytest.raises(jamp.AutocastTypeError, match=r"pair.*got an array of shape"):
         diagnose(lambda x: jnp.mean(x @ EYE), loss_scale=1.0, has_aux=True)(X)
-
-
-@pytest.mark.parametrize("factor", [5e4, 1e-12])
-def test_what_is_not_looked_into_is_not_called_healthy(factor):
-    mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    def fn(w, x):
-        each = jax.shard_map(
-            lambda w, x: ((x @ w) * factor) @ w,
-            mesh=mesh,
-            in_specs=(P(), P("i")),
-            out_specs=P("i"),
-        )
-        return each(w, x).mean()
-
-    found = diagnose(fn)(jnp.ones((32, 32)), jnp.ones((16, 32)))
-    assert found.unseen == ("shard_map",)
-    told = "which is not into shard_map", "shard_map is not finite; it is not looked"
-    assert told[not found.healthy] in str(found)
