@@ -138,15 +138,22 @@ def _add_commands_for_functions(
     )
     diagnose.add_argument(
         "--argnums",
-        type=int,
-        nargs="+",
+        type=_numbers,
         default=[0],
-        metavar="N",
+        metavar="N[,N]",
         help="which arguments the gradient is taken of (default: 0, the first)",
     )
     diagnose.add_argument("--plot", metavar="FILE", help="draw exponents, as PNG")
     diagnose.add_argument("--json", metavar="FILE", help="write the diagnosis as data")
     diagnose.set_defaults(run=_diagnose)
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        what = f"{text!r}: give numbers, as in 0 or 0,1"
+        raise argparse.ArgumentTypeError(what) from None
 
 
 def _info(chosen: argparse.Namespace) -> Outcome:

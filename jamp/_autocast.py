@@ -277,6 +277,7 @@ def autocast(
       AutocastTypeError: `fn` is not callable, or a class; an argument has the wrong
         type; or, at the call, a bound `flax.linen` module would collect variables, or
         a result is neither an array nor a constant.
+      BannedOpError: at the call, the policy bans an operation of the program.
     """
     if unnamed:
         raise AutocastTypeError(
@@ -293,9 +294,9 @@ class Unwrapped(NamedTuple):
     Attributes:
       fn: the function.
       arguments: its options.
-      given: the options given to explain or diagnose, which the program may still
-        overrule; None for what autocast made, whose options are final.
-      output_dtype: that of its results, if it was asked for.
+      given: those given to explain or diagnose that are not None, which the program
+        may still overrule; None for what autocast made, whose options are final.
+      output_dtype: that of its results, if it was asked for; none of `given`.
     """
 
     fn: Any
@@ -324,19 +325,20 @@ def unwrapped(function: str, fn: Any, given: Mapping[str, Any]) -> Unwrapped:
     """
     around = named_arguments(function, given)
     output_dtype = checked_output_dtype(given.get("output_dtype"))
+    asked = {n: v for n, v in given.items() if v is not None and n != "output_dtype"}
     made = getattr(fn, "__dict__", {}).get(_MADE)
     if made is None or made.wrapped is not getattr(fn, "__wrapped__", None):
-        return Unwrapped(fn, around, given, output_dtype)
+        return Unwrapped(fn, around, asked, output_dtype)
     own: Arguments = made.arguments
     if own.policy is None and own.device_type is None:
         own = replace(own, device_type=around.device_type, policy=around.policy)
-    if given:
-        refuse_overruled(function, given, around.options(), [own.options()])
-        if output_dtype not in (None, made.output_dtype):
-            raise AutocastError(
-                f"{function} was given output_dtype={output_dtype}, but the function "
-                f"is under autocast itself, with {made.output_dtype}: leave it out"
-            )
+    if asked:
+        refuse_overruled(function, asked, around.options(), [own.options()])
+    if output_dtype not in (None, made.output_dtype):
+        raise AutocastError(
+            f"{function} was given output_dtype={output_dtype}, but the function "
+            f"is under autocast itself, with {made.output_dtype}: leave it out"
+        )
     return Unwrapped(made.fn, own, None, made.output_dtype)
 
 

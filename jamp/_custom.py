@@ -133,8 +133,8 @@ def custom_bwd(
       AutocastError: an unknown device type.
       AutocastTypeError: `fn` is not callable, or `cast_inputs` is no floating dtype.
     """
+    _checked(device_type, cast_inputs)
     if fn is None:
-        _checked(device_type, cast_inputs)
         return functools.partial(
             custom_bwd, device_type=device_type, cast_inputs=cast_inputs
         )

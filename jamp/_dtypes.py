@@ -1,5 +1,6 @@
 """Which dtypes autocast may change, and how they rank."""
 
+import math
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
@@ -26,6 +27,13 @@ def dtype_of(atom: Any) -> Any:
 def shape_of(atom: Any) -> tuple[Any, ...]:
     """Shape of a variable, literal or value; empty for what has none."""
     return getattr(atom.aval, "shape", ())
+
+
+def size_of(shape: Iterable[Any]) -> int | None:
+    """The number of elements; None of a shape with a size that is not known yet."""
+    sizes = [*shape]
+    known = all(isinstance(size, int) for size in sizes)
+    return math.prod(sizes) if known else None
 
 
 @cache

@@ -55,6 +55,11 @@ def nested(
     return walk(eqns)
 
 
+def atoms(eqns: Iterable[JaxprEqn]) -> Iterator[Any]:
+    """What some equations take and give."""
+    return (atom for eqn in eqns for atom in (*eqn.invars, *eqn.outvars))
+
+
 def replaced(
     program: Any,
     wanted: Callable[[JaxprEqn], bool],
@@ -69,6 +74,7 @@ def replaced(
     if id(program) in known:
         return known[id(program)]
     if not any(map(wanted, equations(program))):
+        known[id(program)] = program
         return program
 
     def inside(value: Any) -> Any:

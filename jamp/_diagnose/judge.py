@@ -34,7 +34,7 @@ from jamp._diagnose.outcomes import (
 from jamp._diagnose.program import Program, Settings, Subject
 from jamp._diagnose.walk import EXACTLY, Steps, Walk
 from jamp._dtypes import narrow
-from jamp._equations import equations
+from jamp._equations import atoms, equations
 from jamp._plan.plain_equations import is_explicit
 from jamp._primitives import CALLS, FUNCTIONS, MOVEMENT, SUMS
 from jamp._tracing.regions import OUTSIDE, Scope
@@ -227,7 +227,7 @@ def examine(
         # Where a result or a step to it is wrong, so is a gradient.
         forward = [m.statistics.error for m in measured if not m.scaled]
         draws = _DRAWS if max(forward, default=0.0) <= limit else 0
-        outcomes = _settled(subject, settings, outcomes, draws)
+        outcomes = _beside_float32_alone(subject, settings, outcomes, draws)
         verdict = verdict_of(outcomes, limit)
     return Examination(settings, measured, outcomes, find_faults(verdict))
 
@@ -250,7 +250,7 @@ def _as_it_runs(
     return [old.beside(results[old.index], old.pair.shadow) for old in outcomes]
 
 
-def _settled(
+def _beside_float32_alone(
     subject: Subject, settings: Settings, outcomes: list[Outcome], draws: int
 ) -> list[Outcome]:
     """Outcomes beside float32 run by itself, which takes branches and steps of its own.
@@ -260,8 +260,8 @@ def _settled(
     not wrong by what 16 bits compute.
     """
     program = subject.program(settings, "as written")
-    vars_ = (v for e in equations(program.closed) for v in (*e.invars, *e.outvars))
-    if any(narrow(_dtypes.dtype_of(var)) for var in vars_):
+    every_atom = atoms(equations(program.closed))
+    if any(narrow(_dtypes.dtype_of(atom)) for atom in every_atom):
         return outcomes  # it casts by itself
     rng, run = np.random.default_rng(0), _compiled(program)
     half = float(jnp.finfo(settings.options.dtype).eps) / 2

@@ -13,11 +13,11 @@ from jax.ref import AbstractRef
 from jamp._autocast import Unwrapped
 from jamp._emit import emit
 from jamp._emit.conversions import convert_all
-from jamp._equations import equations, replaced
+from jamp._equations import atoms, equations, replaced
 from jamp._errors import AutocastError, AutocastTypeError
 from jamp._plan.planner import make_plan
 from jamp._tracing import calls, locations, regions, trace
-from jamp._tracing.checks import is_array
+from jamp._tracing.checks import is_array, wrong_loss
 from jamp._tracing.nnx_graph import Slot, spelled_out
 from jamp._tracing.nnx_modules import Prepared
 from jamp._tracing.options import Options, tracing
@@ -68,7 +68,7 @@ class Subject:
     ) -> Self:
         """The subject of a call; without a gradient, `argnums` is empty."""
         free = len(args)
-        fn, args, kwargs = calls.unwrap(inner.fn, args, kwargs)
+        fn, args, kwargs = calls.without_partials(inner.fn, args, kwargs)
         call = inner._replace(fn=fn).prepare(args, kwargs)
         leaves, tree = jax.tree.flatten((call.args, call.kwargs))
         arrays = [leaf for leaf in leaves if is_array(leaf)]
@@ -104,7 +104,7 @@ class Subject:
             return options
         args, kwargs = jax.tree.unflatten(self.tree, self.leaves)
         program = trace.trace(self.fn, options, args, kwargs).program
-        return regions.settled("diagnose", inner.given, options, program)
+        return regions.options_around("diagnose", inner.given, options, program)
 
     def not_finite(self) -> list[str]:
         return [
@@ -229,31 +229,23 @@ def _label_of(path: Path) -> str:
 
 
 def _loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
-    if has_aux and not (isinstance(result, (tuple, list)) and len(result) == 2):
-        raise AutocastTypeError(
-            "diagnose(fn, has_aux=True) needs a function that returns a pair of the "
-            f"loss and something else, got {_described(result)}"
-        )
+    wrong = wrong_loss(result, has_aux)
+    if wrong:
+        raise AutocastTypeError(f"diagnose(fn, loss_scale=...): {wrong}")
     loss, aux = result if has_aux else (result, ())
-    if not (_is_floating(loss) and loss.ndim == 0):
-        raise AutocastError(
-            "diagnose(fn, loss_scale=...) needs a function that returns a scalar loss "
-            f"(with has_aux=True, first of a pair), got {_described(loss)}"
+    if not is_array(loss):
+        raise AutocastTypeError(
+            f"diagnose(fn, loss_scale=...): the loss is the number {loss}, which has "
+            "no gradient"
         )
     return loss, aux
-
-
-def _described(value: Any) -> str:
-    if not is_array(value):
-        return type(value).__name__
-    return f"an array of shape {value.shape} and dtype {value.dtype}"
 
 
 def _refuse_refs(program: Any) -> None:
     """Raises where a program reads or writes mutable arrays; kernels may, inside."""
     inside = equations(program, lambda eqn: eqn.primitive.name != "pallas_call")
-    atoms = (atom for eqn in inside for atom in (*eqn.invars, *eqn.outvars))
-    if any(isinstance(a.aval, AbstractRef) for a in (*program.jaxpr.invars, *atoms)):
+    every = (*program.jaxpr.invars, *atoms(inside))
+    if any(isinstance(atom.aval, AbstractRef) for atom in every):
         raise AutocastTypeError(
             "diagnose cannot follow mutable arrays (jax.new_ref): it runs all "
             "operations twice; give it a function without them"

@@ -3,8 +3,8 @@
 What a jit, a checkpoint or a function with derivative rules holds is walked through
 where it stands, equation by equation. How often a loop runs and which branch is taken
 is decided in the run under autocast, for both. In the other run, 16-bit dtypes are
-widened to float32. A `shard_map` is one equation, of which the other run is widened as a
-whole.
+widened to float32. A `shard_map` is one equation, of which the other run is widened as
+a whole.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -29,12 +29,10 @@ from jamp._diagnose.measure import (
     tracked,
 )
 from jamp._diagnose.widened import run_wide
-from jamp._tracing.regions import Scope
+from jamp._tracing.regions import Scope, modules
 
 # XLA may otherwise leave out the roundings that are to be measured.
 EXACTLY = {"xla_allow_excess_precision": False}
-
-_OF_JAX = ("checkpoint", "rematted_computation")
 
 Steps = dict[Hashable, Callable[..., list[Pair]]]
 Values = Sequence[Tracked]
@@ -92,7 +90,8 @@ class Walk:
         scaled = any(operand.scaled for operand in operands)
         producers = _producers(operands)
         before = [x.statistics for x in operands if x.statistics is not None]
-        eqns, scope, values = (eqn, *self.callers), self._scope_of(eqn), []
+        eqns, values = (eqn, *self.callers), []
+        scope = modules(self.scope.enter(eqn.source_info.name_stack).names)
         for var, pair in zip(eqn.outvars, pairs, strict=True):
             value = tracked(pair, scaled, producers)
             if value.statistics is not None:
@@ -105,16 +104,6 @@ class Walk:
                 value = value._replace(producers=frozenset({known}))
             values.append(value)
         return values
-
-    def _scope_of(self, eqn: JaxprEqn) -> tuple[str, ...]:
-        names = self.scope.enter(eqn.source_info.name_stack).names
-        # Not those that JAX itself opens, for a checkpoint or an einsum.
-        scope = tuple(n for n in names if n not in _OF_JAX and "->" not in n)
-        # Backward, what a call holds may name the scopes around the call once more.
-        for n in range(len(scope) // 2, 0, -1):
-            if scope[:n] == scope[n : 2 * n]:
-                scope = scope[n:]
-        return scope
 
     def _bind(self, eqn: JaxprEqn, operands: Sequence[Pair]) -> list[Pair]:
         dtypes = tuple(map(_dtypes.dtype_of, (*eqn.invars, *eqn.outvars)))

@@ -56,7 +56,7 @@ def _in_16_bits(atom: Any) -> bool:
 
 def _is_narrow(eqn: JaxprEqn) -> bool:
     """Whether an equation has 16 bits, or holds a program that has."""
-    return any(map(_in_16_bits, (*eqn.invars, *eqn.outvars))) or _holds_narrow(eqn)
+    return any(map(_in_16_bits, _equations.atoms([eqn]))) or _holds_narrow(eqn)
 
 
 def _holds_narrow(eqn: JaxprEqn) -> bool:

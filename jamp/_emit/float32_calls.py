@@ -11,7 +11,6 @@ float32 inside anew, instead of several float32 arrays: less memory, and less to
 What leaves it in 16 bits is cast inside of it, so that its gradient enters in 16 bits.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
@@ -23,10 +22,10 @@ from jax.extend.source_info_util import current_name_stack, user_context
 
 from jamp import _primitives
 from jamp._compat import settings
-from jamp._dtypes import FLOAT32, dtype_of, shape_of
-from jamp._emit.conversions import rounded, widened_for, with_rounded_gradient
+from jamp._dtypes import FLOAT32, dtype_of, shape_of, size_of
+from jamp._emit.conversions import in_float32, widened_for, with_rounded_gradient
 from jamp._emit.emitter import Arrays, Emitter, emits
-from jamp._equations import bind, checkpointed, content, nested, read_by
+from jamp._equations import bind, checkpointed, content, nested, read_by, values_of
 from jamp._lowerings.hook import with_own_primitive
 from jamp._plan.plan import Float32Call
 
@@ -57,7 +56,7 @@ def _run(action: Float32Call, *arrays: Any) -> list[Any]:
     narrow = {}
     names = current_name_stack()
     for eqn in action.eqns:
-        operands = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
+        operands = values_of(eqn.invars, env)
         with user_context(eqn.source_info.traceback, name_stack=names), settings(eqn):
             made = bind(with_own_primitive(eqn), operands)
             env.update(zip(eqn.outvars, made, strict=True))
@@ -89,7 +88,7 @@ def _kept_apart(action: Float32Call) -> frozenset[Var]:
     ends = set(action.outvars)
     numbered: set[Var] = set()
     for eqn in action.eqns:
-        taken = [v for v in eqn.invars if not isinstance(v, Literal)]
+        taken = read_by(eqn)
         readers.update(taken)
         if eqn.primitive.name in _primitives.REDUCTIONS:
             ends.update(taken)
@@ -165,8 +164,8 @@ def _saves_few(eqn: JaxprEqn, saved: Collection[str]) -> bool:
     if eqn.primitive.name != "reduce_sum":
         return eqn.primitive.name in saved
     shape = shape_of(eqn.invars[0])
-    count = math.prod(shape[axis] for axis in eqn.params["axes"])
-    return not isinstance(count, int) or count < _MANY
+    count = size_of(shape[axis] for axis in eqn.params["axes"])
+    return count is None or count < _MANY
 
 
 def _recomputing(
@@ -218,4 +217,4 @@ def _in_float32(low: Any) -> Any:
 
 @_in_float32.defjvp
 def _in_float32_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
-    return rounded(*primals), jax.lax.convert_element_type(tangents[0], FLOAT32)
+    return in_float32(*primals), jax.lax.convert_element_type(tangents[0], FLOAT32)

@@ -354,7 +354,7 @@ class Figures(Counted):
     def unused(self) -> tuple[PolicyEntry, ...]:
         """Entries of the policy that decided about no operation."""
         policy, rulings = self.options.policy, [r.ruling for r in self.records]
-        used = {(r.origin.value, r.entry) for r in rulings if r.policy == policy.name}
+        used = {(r.origin.value, r.entry) for r in rulings if r.policy == policy}
         used |= {("function", op.function or "") for op in self.operations}
         own = set(entries(policy))
         added = min((own - set(entries(Policy.load(b))) for b in BUILTIN), key=len)

@@ -11,16 +11,15 @@ from typing import Any
 from jax.extend.core import JaxprEqn, jaxprs_in_params
 
 from jamp import _dtypes, _primitives
-from jamp._explain.residuals import elements
 from jamp._plan.programs import STRUCTURAL
 from jamp._plan.records import Record
 from jamp._policy.rules import Rule
 from jamp._tracing.locations import Location, library_location, location
 from jamp._tracing.options import Options
-from jamp._tracing.regions import Scope
+from jamp._tracing.regions import Scope, modules
 
 # What calls programs, which count in its place.
-_CALLS = STRUCTURAL.keys() - _primitives.COLLECTIVES
+_HOLDERS = STRUCTURAL.keys() - _primitives.COLLECTIVES
 
 
 @dataclass(frozen=True)
@@ -56,10 +55,9 @@ def operations(
 def _operation(record: Record, times: int) -> Operation:
     eqn, ruling, line = record.eqn, record.ruling, record.location
     led = eqn if location(eqn) else record.caller
-    # Of einsum, a scope is its subscripts.
-    scope = tuple(name for name in record.scope if "->" not in name)
+    scope = modules(record.scope)
     function = ruling.function.name if ruling.function else None
-    call = record.primitive in _CALLS
+    call = record.primitive in _HOLDERS
     reason, why = ruling.source, f"{ruling.rule.value}: {ruling.source}"
     uncast = [d for d in record.operands[:2] if not _dtypes.eligible(d)]
     if ruling.rule is Rule.LOWER and record.is_product and uncast:
@@ -72,7 +70,7 @@ def _operation(record: Record, times: int) -> Operation:
     if not call and record.primitive != "convert_element_type":
         for var, dtype in zip(eqn.outvars, record.results, strict=True):
             if hasattr(dtype, "itemsize"):
-                size = elements(_dtypes.shape_of(var)) * dtype.itemsize
+                size = _size(_dtypes.shape_of(var)) * dtype.itemsize
                 result_bytes[str(dtype)] += size * times
     return Operation(
         record,
@@ -91,10 +89,15 @@ def _operation(record: Record, times: int) -> Operation:
         result_bytes=result_bytes,
         cast_bytes=times
         * sum(
-            elements(cast.shape) * (cast.source.itemsize + cast.target.itemsize)
+            _size(cast.shape) * (cast.source.itemsize + cast.target.itemsize)
             for cast in record.casts
         ),
     )
+
+
+def _size(shape: tuple[object, ...]) -> int:
+    """Number of elements; what is not known counts for nothing."""
+    return _dtypes.size_of(shape) or 0
 
 
 def _repeats(eqn: JaxprEqn) -> int:
@@ -108,12 +111,21 @@ def _repeats(eqn: JaxprEqn) -> int:
     return 1
 
 
-def options_inside(program: Any, scope: Scope) -> Iterator[Options]:
-    """The options in force for each operation; conversions are alike under any."""
-    for eqn in program.eqns:
-        inside, name = scope.enter(eqn.source_info.name_stack), eqn.primitive.name
-        if name in _CALLS:
-            for inner in jaxprs_in_params(eqn.params):
-                yield from options_inside(inner, inside)
-        elif name != "convert_element_type" and inside.region:
-            yield inside.region
+def options_inside(program: Any, options: Options) -> dict[Options, None]:
+    """The options in force for its operations; conversions are alike under any."""
+    found: dict[Options, None] = {}
+    entered: set[tuple[int, Options]] = set()
+
+    def walk(program: Any, scope: Scope) -> None:
+        for eqn in program.eqns:
+            inside, name = scope.enter(eqn.source_info.name_stack), eqn.primitive.name
+            if name in _HOLDERS:
+                for inner in jaxprs_in_params(eqn.params):
+                    if (id(inner), inside.options) not in entered:
+                        entered.add((id(inner), inside.options))
+                        walk(inner, inside)
+            elif name != "convert_element_type":
+                found[inside.options] = None
+
+    walk(program, Scope((), options))
+    return found

@@ -23,7 +23,7 @@ from jamp._plan.planner import make_plan
 from jamp._tracing import trace
 from jamp._tracing.checks import check_function, is_array
 from jamp._tracing.options import Options
-from jamp._tracing.regions import Scope, settled
+from jamp._tracing.regions import options_around
 
 
 @dataclass(frozen=True, repr=False)
@@ -161,6 +161,7 @@ def explain(
         of the function, which is under autocast itself.
       AutocastTypeError: an option that `jamp.autocast` does not take, or `fn` is not
         callable.
+      BannedOpError: the policy bans an operation of the program.
     """
     check_function("explain", fn, inputs)
     inner = unwrapped("explain", fn, autocast_options)
@@ -169,10 +170,10 @@ def explain(
     def explained(*args: Any, **kwargs: Any) -> Report:
         call = inner.prepare(args, kwargs)
         traced, options = _traced(call, inner.arguments.options(), inner.given)
-        inside = dict.fromkeys(options_inside(traced.program, Scope((), options)))
+        inside = options_inside(traced.program, options)
         enabled = [found for found in inside if found.enabled]
         decisive = enabled or [*inside]
-        if not autocast_options and options.enabled and len(decisive) == 1:
+        if not inner.given and options.enabled and len(decisive) == 1:
             (options,) = decisive
         # The arrays of each argument, in the order of the leaves of (args, kwargs).
         arguments = [*call.args, *(call.kwargs[name] for name in sorted(call.kwargs))]
@@ -202,7 +203,7 @@ def _traced(
     traced = trace.trace(call.fn, options, call.args, call.kwargs)
     outside = options
     if given is not None:
-        outside = settled("explain", given, options, traced.program)
+        outside = options_around("explain", given, options, traced.program)
     if outside is not options:
         traced = trace.trace(call.fn, outside, call.args, call.kwargs)
     return traced, outside

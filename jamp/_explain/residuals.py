@@ -1,6 +1,5 @@
 """Residuals: what the forward pass of a function keeps for its backward pass."""
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -13,12 +12,6 @@ from jax.tree import leaves
 from jamp import _dtypes, _primitives
 
 _CALLS = {"jit", "closed_call"}
-
-
-def elements(shape: tuple[object, ...]) -> int:
-    """Number of elements; 0 of a shape that is not known."""
-    known = [size for size in shape if isinstance(size, int)]
-    return math.prod(known) if len(known) == len(shape) else 0
 
 
 class Residual(NamedTuple):
@@ -38,7 +31,7 @@ class Residual(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return elements(self.shape) * self.dtype.itemsize
+        return (_dtypes.size_of(self.shape) or 0) * self.dtype.itemsize
 
 
 class Residuals(NamedTuple):

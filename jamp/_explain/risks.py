@@ -4,7 +4,7 @@ What is known of values is followed through the plan, in whatever dtype they are
 are squares or exponentials and where they became it, what is a sum and what is rounded.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -42,6 +42,8 @@ class _Walk:
     def __init__(self) -> None:
         self.found: dict[str, None] = {}
         self._callers: tuple[JaxprEqn, ...] = ()
+        # What is known of the results of programs, which several may call.
+        self._results_of: dict[Hashable, list[Facts]] = {}
 
     def plan(self, plan: Plan, operands: Sequence[Facts]) -> list[Facts]:
         """What is known of the results of a plan, given what is of its operands."""
@@ -75,7 +77,7 @@ class _Walk:
             case Bind():
                 return self._equation(action.eqn, taken[: len(action.eqn.invars)])
             case Structural() if str(name) in _primitives.CALLS:
-                return self.plan(action.plans[0], taken)
+                return self._once(self.plan, action.plans[0], taken)
             case Structural():
                 for plan in action.plans:
                     self.plan(plan, ())
@@ -89,6 +91,21 @@ class _Walk:
                 for fact in sorted(_ADVICE.keys() & facts.keys()):
                     what = f"{facts[fact]}, rounded to {value.dtype}, {_ADVICE[fact]}"
                     self.found[what] = None
+
+    def _once(
+        self,
+        walk: Callable[[Any, Sequence[Facts]], list[Facts]],
+        program: Any,
+        taken: Sequence[Facts],
+    ) -> list[Facts]:
+        key = id(program), tuple(frozenset(facts.items()) for facts in taken)
+        if key not in self._results_of:
+            self._results_of[key] = walk(program, taken)
+        return self._results_of[key]
+
+    def _program(self, jaxpr: Any, taken: Sequence[Facts]) -> list[Facts]:
+        known = dict(zip(jaxpr.invars, taken, strict=True))
+        return self._equations(jaxpr.eqns, known, jaxpr.outvars)
 
     def _equations(
         self, eqns: Iterable[JaxprEqn], known: dict[Any, Facts], outs: Iterable[Any]
@@ -106,8 +123,7 @@ class _Walk:
         name = eqn.primitive.name
         if name in _primitives.CALLS:
             inner = closed(eqn.params[_primitives.CALLS[name]]).jaxpr
-            known = dict(zip(inner.invars, taken, strict=True))
-            return self._equations(inner.eqns, known, inner.outvars)
+            return self._once(self._program, inner, taken)
         places = filter(None, map(location, (eqn, *reversed(self._callers))))
         at = next(map(line_of, places), "unknown location")
         sums = name == "sub" and all({"sum", "square"} & f.keys() for f in taken)

@@ -16,10 +16,10 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from jamp._compat import api_boundary
 from jamp._errors import ScalerError, ScalerTypeError
-from jamp._loss_scaling.arguments import instances, is_number
+from jamp._loss_scaling.arguments import instances
 from jamp._loss_scaling.arithmetic import scaled
 from jamp._loss_scaling.states import find_scale
-from jamp._tracing.checks import check_function, is_array, wrong_argnums
+from jamp._tracing.checks import check_function, is_array, wrong_argnums, wrong_loss
 from jamp._tracing.nnx_modules import is_stateful
 from jamp._tracing.trace import wraps
 
@@ -76,8 +76,10 @@ def value_and_grad(
         @wraps(loss_fn)
         def with_scale(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
             value = loss_fn(*args, **kwargs)
-            loss = _loss_in(value, has_aux, options.get("holomorphic", False))
-            return scaled(scale, loss), value
+            wrong = wrong_loss(value, has_aux, options.get("holomorphic", False))
+            if wrong:
+                raise ScalerTypeError(wrong)
+            return scaled(scale, value[0] if has_aux else value), value
 
         if isinstance(inspect.unwrap(loss_fn), functools.partial):
             # flax.nnx would take the keywords that it has bound for arguments.
@@ -192,40 +194,6 @@ def _of_arrays(
 def _has_module_of_equinox(tree: Any) -> bool:
     equinox = sys.modules.get("equinox")
     return equinox is not None and bool(instances(tree, equinox.Module))
-
-
-def _loss_in(value: Any, has_aux: bool, holomorphic: bool) -> Any:
-    """The loss in what a loss function returned, if JAX would differentiate it."""
-    loss = value
-    if has_aux:
-        if not (isinstance(value, tuple | list) and len(value) == 2):
-            kind = type(value).__name__
-            if isinstance(value, tuple | list):
-                kind = f"a {kind} of {len(value)}"
-            elif isinstance(value, jax.Array):  # whatever its class while JAX traces
-                kind = "one array"
-            raise ScalerTypeError(
-                f"with has_aux=True the loss returns a pair (loss, aux), got {kind}"
-            )
-        loss = value[0]
-    elif isinstance(value, tuple):
-        raise ScalerTypeError(
-            "the loss returned a tuple; pass has_aux=True if it is (loss, aux), and if "
-            "it is (loss, gradients), give the loss itself, not what differentiates it"
-        )
-    if loss is None:
-        raise ScalerTypeError("the loss function returned None: it lacks a return")
-    if not is_number(loss):
-        kind = type(loss).__name__
-        raise ScalerTypeError(f"the loss must be a scalar, got {kind}")
-    if shape := jnp.shape(loss):
-        raise ScalerTypeError(
-            f"the loss must be a scalar, got an array of shape {shape}: take its mean"
-        )
-    dtype = jnp.result_type(loss)
-    if not jnp.issubdtype(dtype, jnp.inexact if holomorphic else jnp.floating):
-        raise ScalerTypeError(f"grad requires a real-valued loss, got {dtype}")
-    return loss
 
 
 def _value_and_grad_for(*arguments: Any) -> Callable[..., Any]:

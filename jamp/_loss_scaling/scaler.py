@@ -63,9 +63,9 @@ class GradScaler:
 
     The scale grows while gradients are finite, and backs off when one overflows; that
     step is skipped. A scaler is an immutable description; what changes is the
-    `ScalerState` that its methods take and return, all of them under `jax.jit` too.
-    None waits for the device. Most loops want `jamp.dynamic_loss_scaling`, which does
-    all of it inside an optax optimizer.
+    `ScalerState` that its methods take and return, under `jax.jit` too. None of them
+    waits for the device but `state_dict`, which cannot be traced. Most loops want
+    `jamp.dynamic_loss_scaling`, which does all of it inside an optax optimizer.
 
         state = scaler.init()
         ...
@@ -312,9 +312,17 @@ class GradScaler:
 
         Args:
           state: the scaler's state.
+
+        Raises:
+          ScalerError: the state is traced, as under `jax.jit`.
         """
         if not self.enabled:
             return {}
+        if isinstance(state.scale, jax.core.Tracer):
+            raise ScalerError(
+                "state_dict gives Python numbers, of which a traced state has none: "
+                "call it outside of jax.jit, with the state that the step returned"
+            )
         factors = self.growth_factor, self.backoff_factor, self.growth_interval
         values = float(state.scale), *factors, int(state.growth_tracker)
         return dict(zip(_KEYS, values, strict=True))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jamp._dtypes import BFLOAT16, FLOAT16, FLOAT32, LOW_DTYPES, DType
+from jamp._dtypes import BFLOAT16, FLOAT16, FLOAT32, LOW_DTYPES, DType, size_of
 from jamp._lowerings.bilinear import PRECISION, Taken, define
 from jamp._lowerings.processor import this_processor
 from jamp._lowerings.releases import KEEPS_BARRIERS, ROUNDS_PRODUCTS
@@ -341,8 +341,8 @@ def _rounds(lhs: Any, rhs: Any, dims: DimensionNumbers) -> bool:
 
 
 def _size(array: Any, dims: Iterable[int]) -> float:
-    size = math.prod(array.shape[d] for d in dims)
-    return size if isinstance(size, int) else math.inf
+    size = size_of(array.shape[d] for d in dims)
+    return math.inf if size is None else size
 
 
 def _others(ndim: int, *dims: Sequence[int]) -> Dims:

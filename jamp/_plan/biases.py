@@ -7,7 +7,6 @@ which dimensions they are repeated. On CPUs the bias is added to what the produc
 up in float32, and the sum is rounded once, as in PyTorch.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -17,7 +16,7 @@ from typing import Any
 from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes, _primitives
-from jamp._dtypes import FLOAT32
+from jamp._dtypes import FLOAT32, size_of
 from jamp._lowerings.hook import has_own_product
 from jamp._plan.plan import Bind, Cast, Plan
 from jamp._plan.values import Value, Values
@@ -29,14 +28,21 @@ _MOST = 2**22
 Dims = tuple[int, ...]
 
 
-def product_and_bias(x: Value, y: Value) -> Value | None:
-    """The product, if of two values one is a lowered product and one its bias."""
+def product_and_bias(x: Value, y: Value, inputs: Values) -> Value | None:
+    """The product, if of two values one is a lowered product and one its bias.
+
+    A weight that is repeated along some dimension is a bias for a batch of one, too,
+    along whose dimension it might as well vary.
+    """
     for product, other in ((x, y), (y, x)):
         if not product.low or other.follows or other.traits.table:
             continue
         # A scalar has none.
         shapes = zip(other.aval.shape, product.aval.shape, strict=False)
-        spread = {d for d, (own, full) in enumerate(shapes) if own == 1 != full}
+        ones = {d: full for d, (own, full) in enumerate(shapes) if own == 1}
+        spread = {d for d, full in ones.items() if full != 1}
+        if spread and _is_given(other, inputs) and not other.traits.data:
+            spread = {*ones}
         varies = {*range(other.ndim)}.difference(other.traits.repeated, spread)
         free = product.traits.free
         if len(varies) < product.ndim and any(map(varies.issubset, free)):
@@ -49,8 +55,8 @@ def before_rounding(product: Value, plan: Plan) -> Value | None:
 
     None if it stands in another plan, is one of JAX's own, or large.
     """
-    size = math.prod(product.aval.shape)
-    if isinstance(size, int) and size <= _MOST:
+    size = size_of(product.aval.shape)
+    if size is not None and size <= _MOST:
         return _before_rounding(product, plan)
     return None
 

@@ -34,7 +34,7 @@ def settled_carry(
     stay so: the first iteration would read them unrounded, as a scaled loss may need.
     """
     before = [value.dtype for value in carry]
-    inner, dtypes = _settled(carry, body, depth)
+    inner, dtypes = _fixed_point(carry, body, depth)
     wide = {
         place
         for place, (value, dtype) in enumerate(zip(carry, dtypes, strict=True))
@@ -44,11 +44,11 @@ def settled_carry(
         and not value.follows
     }
     if wide:
-        inner, dtypes = _settled(carry, body, depth, wide)
+        inner, dtypes = _fixed_point(carry, body, depth, wide)
     return inner, dtypes, dtypes != before
 
 
-def _settled(
+def _fixed_point(
     carry: Values,
     body: Callable[[Values], Plan],
     depth: int,

@@ -9,7 +9,7 @@ from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 
 from jamp import _dtypes, _primitives
 from jamp._dtypes import FLOAT32, DType
-from jamp._equations import closed, nested, read_by
+from jamp._equations import atoms, closed, nested, read_by
 from jamp._plan.plan import Caster, Context, Environment, Float32Call
 from jamp._plan.products import explicit_precision
 from jamp._plan.records import Origin, Record, Returned, Ruling, with_inner
@@ -19,6 +19,9 @@ from jamp._policy.functions import Function
 from jamp._policy.rules import Rule
 from jamp._tracing.options import Options
 from jamp._tracing.regions import Scope
+
+# What decides inside of a listed function, whatever its rule.
+_DECISIVE = {Origin.FUNCTION, Origin.OPAQUE, Origin.REGION, Origin.SCOPE}
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +49,7 @@ class ListedCall:
     def ruling(self) -> Ruling:
         policy = self.options.policy
         rule = policy.function_rules[self.function]
-        return Ruling(rule, Origin.FUNCTION, self.function, policy.name)
+        return Ruling(rule, Origin.FUNCTION, self.function, policy)
 
     def caster(self, record: Record, eqn: JaxprEqn) -> Caster:
         source = (*self.env.callers, eqn)
@@ -163,7 +166,7 @@ def plan_listed_call(call: ListedCall) -> None:
         call.plan_inside(env, inner._replace(forced=forced))
     records = env.plan.records[first:]
     for record in with_inner(records):
-        if rule is not Rule.LOWER or record.ruling.function is None:
+        if record.ruling == forced or record.ruling.origin not in _DECISIVE:
             record.ruling, record.returns = call.ruling, ()
     enter.record = records[0]
     _cast_results(call, records[-1])
@@ -230,12 +233,11 @@ def _has_no_product(eqns: Sequence[JaxprEqn]) -> bool:
 
 def runs_in_float32(eqns: Sequence[JaxprEqn]) -> bool:
     """Whether all that autocast could cast in some equations is float32 as traced."""
-    atoms = (atom for eqn in nested(eqns) for atom in (*eqn.invars, *eqn.outvars))
     return all(
         dtype is None
         or dtype == FLOAT32
         or not (_dtypes.eligible(dtype) or _dtypes.is_float64(dtype))
-        for dtype in map(_dtypes.dtype_of, atoms)
+        for dtype in map(_dtypes.dtype_of, atoms(nested(eqns)))
     )
 
 

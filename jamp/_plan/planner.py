@@ -307,7 +307,7 @@ def user_ruling(scope: Scope) -> Ruling | None:
     found = policy.scope_rule(scope.names) if policy.scopes else None
     if not scope.options.enabled:
         return Ruling(Rule.AS_TRACED, Origin.REGION, scope.options.source)
-    return found and Ruling(found[1], Origin.SCOPE, found[0], policy.name)
+    return found and Ruling(found[1], Origin.SCOPE, found[0], policy)
 
 
 def primitive_ruling(eqn: JaxprEqn, operands: Values, policy: Policy) -> Ruling:
@@ -318,13 +318,13 @@ def primitive_ruling(eqn: JaxprEqn, operands: Values, policy: Policy) -> Ruling:
         name = RECIPROCAL if RECIPROCAL in rules else name
     rule = rules.get(name)
     if rule is None:
-        return Ruling(Rule.AS_TRACED, Origin.DEFAULT, name, policy.name)
+        return Ruling(Rule.AS_TRACED, Origin.DEFAULT, name, policy)
     why = _promoted(eqn, operands) if rule is Rule.LOWER else None
     if rule is Rule.AS_TRACED and rounds_nothing(eqn):
         why = Origin.IDENTITY
     if why is not None:
-        return Ruling(Rule.PROMOTE, why, name, policy.name)
-    return Ruling(rule, Origin.PRIMITIVE, name, policy.name)
+        return Ruling(Rule.PROMOTE, why, name, policy)
+    return Ruling(rule, Origin.PRIMITIVE, name, policy)
 
 
 def _promoted(eqn: JaxprEqn, operands: Values) -> Origin | None:

@@ -6,7 +6,6 @@ Reports, errors and tests read these; nothing else derives them again.
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,7 +15,9 @@ from jax.extend.core import JaxprEqn
 from jamp import _dtypes, _primitives
 from jamp._dtypes import DType
 from jamp._equations import contracted
+from jamp._plan.products import adds_nothing
 from jamp._policy.functions import Function
+from jamp._policy.policy import Policy
 from jamp._policy.rules import Rule
 from jamp._tracing.locations import Location, location
 
@@ -43,7 +44,7 @@ class Ruling(NamedTuple):
     origin: Origin
     # What made the region, pattern of a scope, function, or name of a primitive.
     entry: str | Function = ""
-    policy: str = ""  # the policy's name
+    policy: Policy | None = None  # that of the entry
 
     @property
     def function(self) -> Function | None:
@@ -67,13 +68,13 @@ class Ruling(NamedTuple):
         """Where the rule came from, for people to read."""
         if self.origin is Origin.OPAQUE and self.entry in _primitives.MATMULS:
             return "precision asked for in the program"
-        words = _SOURCES.get(self.origin, "{0.label} in {0.policy}")
+        words = _SOURCES.get(self.origin, "{0.label} in {0.policy.name}")
         return words.format(self)
 
 
 _SOURCES = {
     Origin.REGION: "{0.label}",
-    Origin.DEFAULT: "{0.label} is unknown to {0.policy}",
+    Origin.DEFAULT: "{0.label} is unknown to {0.policy.name}",
     Origin.OPAQUE: "{0.label} runs only in the dtypes it was traced in",
     Origin.ELEMENTWISE: "{0.label} that adds nothing up is elementwise",
     Origin.TABLE: "made of iota and literals alone",
@@ -148,16 +149,15 @@ class Record:
     @property
     def is_product(self) -> bool:
         """Whether it is a matmul or a convolution, and adds up."""
-        elementwise = self.ruling.origin is Origin.ELEMENTWISE
-        return self.primitive in _primitives.MATMULS and not elementwise
+        matmul = self.primitive in _primitives.MATMULS
+        return matmul and not adds_nothing(self.eqn)
 
     @property
     def flops(self) -> float:
         if not self.is_product:
             return 0.0
         sizes = [*_dtypes.shape_of(self.eqn.outvars[0]), *contracted(self.eqn)]
-        known = all(isinstance(size, int) for size in sizes)
-        return float(2 * math.prod(sizes)) if known else 0.0
+        return 2.0 * (_dtypes.size_of(sizes) or 0)
 
     @property
     def low(self) -> bool:
@@ -167,8 +167,15 @@ class Record:
 
 
 def with_inner(records: Iterable[Record]) -> Iterator[Record]:
-    """Some records, each followed by those of the programs that it holds."""
-    for record in records:
-        yield record
-        for inner in record.inner:
-            yield from with_inner(inner)
+    """Some records, each followed by those of the programs that it holds, once."""
+    entered: set[int] = set()
+
+    def walk(records: Iterable[Record]) -> Iterator[Record]:
+        for record in records:
+            yield record
+            for inner in record.inner:
+                if id(inner) not in entered:
+                    entered.add(id(inner))
+                    yield from walk(inner)
+
+    return walk(records)

@@ -254,6 +254,10 @@ class Policy:
             (self.name, self.dtype, self.primitives, self.functions, self.scopes)
         )
 
+    def __repr__(self) -> str:
+        count = len(self.primitives) + len(self.functions) + len(self.scopes)
+        return f"<Policy {self.name}, dtype {self.dtype.name}, {count} rules>"
+
     def __str__(self) -> str:
         sections = [f"policy {self.name}, dtype {self.dtype.name}"]
         rules = named_rules(self)
@@ -262,6 +266,10 @@ class Policy:
             if names:
                 title = f"{rule.value} ({len(names)})"
                 sections.append("\n  ".join([title, *names]))
+        if self.activation_results:
+            names = sorted(function.name for function in self.activation_results)
+            title = f"results in the dtype that came in ({len(names)})"
+            sections.append("\n  ".join([title, *names]))
         if not self.float32_gradients:
             sections.append("gradients of weights in 16 bits")
         for unsafe in self.unsafe:

@@ -28,14 +28,14 @@ def prepare(
       kwargs: those by name.
       returned: what the call is to return of the result; by default the result.
     """
-    fn, args, kwargs = unwrap(fn, args, kwargs)
+    fn, args, kwargs = without_partials(fn, args, kwargs)
     refuse_linen(fn, args)
     follow = partial(_followed, returned=returned)
     found = nnx_modules.packed(fn, args, kwargs, follow)
     return found or Prepared(follow(fn), args, kwargs, lambda result: result)
 
 
-def unwrap(fn: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+def without_partials(fn: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
     """The call that a call of a `functools.partial` makes, or the same call."""
     while isinstance(fn, partial):
         args, kwargs = (*_bound(fn.args), *args), {**_bound(fn.keywords), **kwargs}

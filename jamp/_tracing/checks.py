@@ -121,6 +121,42 @@ def wrong_argnums(argnums: Any) -> AutocastTypeError:
     )
 
 
+def wrong_loss(value: Any, has_aux: bool, holomorphic: bool = False) -> str:
+    """What is wrong with what a loss function returned, in words; empty if nothing."""
+    loss = value
+    if has_aux:
+        if not (isinstance(value, tuple | list) and len(value) == 2):
+            return (
+                "with has_aux=True the loss returns a pair (loss, aux), got "
+                f"{_described(value)}"
+            )
+        loss = value[0]
+    elif isinstance(value, tuple):
+        return (
+            "the loss returned a tuple; pass has_aux=True if it is (loss, aux), and if "
+            "it is (loss, gradients), give the loss itself, not what differentiates it"
+        )
+    if loss is None:
+        return "the loss function returned None: it lacks a return"
+    if not (is_array(loss) or isinstance(loss, int | float)):
+        return f"the loss must be a scalar, got {_described(loss)}"
+    if shape := np.shape(loss):
+        what = f"an array of shape {shape}: take its mean"
+        return f"the loss must be a scalar, got {what}"
+    dtype = jax.numpy.result_type(loss)
+    inexact = np.inexact if holomorphic else np.floating
+    if not jax.dtypes.issubdtype(dtype, inexact):
+        return f"grad requires a real-valued loss, got {dtype}"
+    return ""
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    # Whatever its class while JAX traces.
+    return "one array" if is_array(value) else type(value).__name__
+
+
 def check_function(name: str, fn: Any, inputs: Sequence[Any] = ()) -> None:
     """Raises unless `fn`, alone, was given to what has this name, to be traced."""
     if inputs:
@@ -135,7 +171,9 @@ def check_function(name: str, fn: Any, inputs: Sequence[Any] = ()) -> None:
             got += f", or `with jamp.autocast(device_type={fn!r}):`"
     elif isinstance(fn, bool) and name == "autocast":
         got = f"{fn}; enabled is a keyword: `with jamp.autocast(enabled={fn}):`"
-    elif isinstance(fn, np.dtype | type(jax.numpy.float16)):
+    elif isinstance(fn, np.dtype | type(jax.numpy.float16)) or (
+        inspect.isclass(fn) and issubclass(fn, np.generic)
+    ):
         dtype = np.dtype(fn).name
         got = f"the dtype {dtype}"
         if keyword:

@@ -134,16 +134,18 @@ def refuse_overruled(
 
     Args:
       function: what the options were given to.
-      given: those that were given, by name.
+      given: those that were given, and are not None, by name.
       options: the options that they make.
       found: those of the functions under autocast that all operations stand in.
     """
-    for name in sorted(given.keys() - {"output_dtype"}):
+    for name in sorted(given):
         asked = getattr(options, name)
         deciding = (own for own in found if own.enabled or name == "enabled")
         held = {getattr(own, name) for own in deciding}
-        if given[name] is not None and held and asked not in held:
+        if held and asked not in held:
             decides = " and ".join(sorted(map(_shown, held)))
+            if _shown(asked) == decides:
+                decides = "another of that name"
             raise AutocastError(
                 f"{function} was given {name}={_shown(asked)}, but the function is "
                 f"under autocast itself, with {name}={decides}, which decides: leave "

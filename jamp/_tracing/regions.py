@@ -4,10 +4,10 @@ A region is a named scope, which survives every transformation.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -31,7 +31,7 @@ class _Mark(str):
 
 @lru_cache(maxsize=1024)
 def _mark(options: Options, of_function: bool) -> _Mark:
-    digest = hashlib.sha256(repr(options).encode()).hexdigest()[:12]
+    digest = hashlib.sha256(repr(astuple(options)).encode()).hexdigest()[:12]
     kind = options.dtype.name if options.enabled else "disabled"
     mark = _Mark(f"jamp.autocast:{kind}:{digest}{':function' if of_function else ''}")
     mark.options, mark.of_function = options, of_function
@@ -94,7 +94,7 @@ def _marks(eqn: JaxprEqn) -> list[_Mark]:
     return [name for name in names if isinstance(name, _Mark)]
 
 
-def settled(
+def options_around(
     function: str, given: Mapping[str, Any], options: Options, program: Any
 ) -> Options:
     """Options around a program that was traced under them.
@@ -150,6 +150,21 @@ class Scope:
 
     def enter(self, name_stack: Any) -> "Scope":
         return _enter(self, name_stack) if len(name_stack) else self
+
+
+# What JAX itself opens for a checkpoint.
+_OF_JAX = ("checkpoint", "rematted_computation")
+
+
+def modules(names: Sequence[str]) -> tuple[str, ...]:
+    """The modules among named scopes, outermost first: those that JAX did not open."""
+    # Of einsum, a scope is its subscripts.
+    found = tuple(n for n in names if n not in _OF_JAX and "->" not in n)
+    # Backward, what a call holds may name the scopes around the call once more.
+    for n in range(len(found) // 2, 0, -1):
+        if found[:n] == found[n : 2 * n]:
+            found = found[n:]
+    return found
 
 
 @lru_cache(maxsize=1024)

@@ -164,8 +164,10 @@ def test_wrong_options_raise(options, message):
     [
         (lambda x: x, (3,), "give it some arrays"),
         (product, (jax.ShapeDtypeStruct((8, 8), np.float32),), "arrays with values"),
-        (product, (X,), r"a scalar loss.*got an array of shape \(8, 8\)"),
-        (lambda x: 1.0, (X,), "a scalar loss.*got float"),
+        (product, (X,), r"a scalar, got an array of shape \(8, 8\): take"),
+        (lambda x: 1.0, (X,), "the loss is the number 1.0, which has no"),
+        (lambda x: None, (X,), "the loss function returned None: it lacks a return"),
+        (lambda x: (x.sum(), x), (X,), "a tuple; pass has_aux=True"),
         (lambda x: x.sum(), (np.arange(3),), "there are none"),
     ],
 )

@@ -209,8 +209,8 @@ def test_diagnose_finds_nothing_in_a_healthy_function(project):
 
 
 def test_diagnose_takes_the_gradient_of_a_loss_with_aux(project, capsys):
-    options = ["--loss-scale", "1024", "--has-aux", "--argnums", "0", "1"]
-    assert main(["diagnose", "train:with_aux", "inputs.py", *options]) == 0
+    options = ["--loss-scale", "1024", "--has-aux", "--argnums", "0,1"]
+    assert main(["diagnose", *options, "train:with_aux", "inputs.py"]) == 0
     assert "error of the gradient" in capsys.readouterr().out
 
 

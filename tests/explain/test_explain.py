@@ -280,6 +280,48 @@ def test_a_scope_is_given_as_the_reason():
     assert record.scope == ("head",)
 
 
+@jax.jit
+def disabled_gram(x):
+    with jamp.autocast(enabled=False):
+        return x @ x.T
+
+
+@jax.jit
+def gram_of_head(x):
+    with jax.named_scope("head"):
+        return x @ x.T
+
+
+@pytest.mark.parametrize(
+    ("gram", "source"),
+    [
+        (disabled_gram, "region with enabled=False"),
+        (gram_of_head, "scope 'head' in gpu*"),
+    ],
+)
+def test_what_decides_inside_of_a_listed_function_is_given_as_the_reason(gram, source):
+    def listed(x):
+        return gram(x) + 1
+
+    policy = jamp.Policy.load("gpu").with_rules(lower=[listed])
+    policy = policy.scoped("head", "float32")
+    report = jamp.explain(lambda x: listed(x @ x.T @ x), policy=policy)(X)
+    *_, inside = (r for r in report.records if r.primitive == "dot_general")
+    assert inside.ruling.source == source
+    unused = {entry.name for entry in report.unused if entry.added}
+    assert unused == (set() if gram is gram_of_head else {"head"})
+
+
+def test_an_outer_product_in_a_listed_function_is_no_matmul():
+    def outer(x):
+        return jnp.einsum("i,j->ij", x, x)
+
+    policy = jamp.Policy.load("gpu").with_rules(lower=[outer])
+    report = jamp.explain(outer, policy=policy)(X[0])
+    assert report.low_byte_share == 1
+    assert not report.matmuls
+
+
 @pytest.mark.parametrize(
     ("fn", "name", "returns"),
     [

@@ -77,6 +77,17 @@ def test_what_differs_between_equal_blocks_is_told(decoder):
     assert "only block_3" in decoder.to_html()
 
 
+def test_what_is_computed_again_stands_in_its_module():
+    @jax.checkpoint
+    def block(x):
+        with jax.named_scope("block"):
+            return jnp.sin(x @ x)
+
+    gradient = jax.grad(lambda x: block(block(x)).sum())
+    report = jamp.explain(gradient, device_type="gpu")(jnp.ones((4, 4)))
+    assert {op.scope for op in report.operations} == {(), ("block",)}
+
+
 def test_blocks_inside_blocks_that_are_alike_are_one():
     def fn(x):
         for i in range(3):

@@ -132,6 +132,17 @@ def test_entries_of_the_user_that_decided_nothing_are_told():
     } in entries
 
 
+def test_an_entry_is_not_used_by_another_policy_of_the_same_name():
+    inner = jamp.autocast(jnp.arctan2, policy=GPU.with_rules(float32=["atan2"]))
+
+    def fn(x):
+        return inner(x @ x.T, X @ X.T)
+
+    policy = GPU.with_rules(float32=["atan2", "sin"])
+    report = jamp.explain(jamp.autocast(fn, policy=policy))(X)
+    assert {entry.name for entry in report.unused if entry.added} == {"atan2", "sin"}
+
+
 def test_no_entry_is_added_in_a_policy_of_jamp(report):
     assert not any(entry.added for entry in report.unused)
 

@@ -10,6 +10,7 @@ import pytest
 import jamp
 
 X = jnp.ones((2, 2))
+GPU = jamp.Policy.load("gpu")
 VERBS = {
     "explain": jamp.explain,
     "diagnose": functools.partial(jamp.diagnose, progress=False),
@@ -17,7 +18,7 @@ VERBS = {
 OTHERS = {
     "device_type": "tpu",
     "dtype": jnp.bfloat16,
-    "policy": jamp.Policy.load("gpu").with_rules(float32=["dot_general"]),
+    "policy": GPU.with_rules(float32=["dot_general"]),
     "enabled": False,
     "cache_enabled": False,
 }
@@ -79,6 +80,24 @@ def test_options_hold_for_what_is_not_under_autocast_itself(verb):
 
     found = VERBS[verb](step, device_type="cpu")(X)
     assert found.header.startswith("autocast on cpu to bfloat16, policy cpu")
+
+
+@each_verb
+@pytest.mark.parametrize("name", ["policy", "dtype", "device_type", "output_dtype"])
+def test_an_option_that_is_none_is_not_given(verb, name):
+    def step(x):
+        return x @ on_gpu(x)
+
+    found = VERBS[verb](step, **{name: None})(X)
+    assert found.header.startswith("autocast where the function has it")
+
+
+@each_verb
+def test_another_policy_of_the_same_name_is_told_as_such(verb):
+    policies = [GPU.with_rules(float32=[name]) for name in ("sin", "cos")]
+    step = jax.jit(jamp.autocast(product, policy=policies[0]))
+    with pytest.raises(jamp.AutocastError, match="policy=another of that name"):
+        VERBS[verb](step, policy=policies[1])(X)
 
 
 @each_verb

@@ -68,7 +68,7 @@ def test_a_loss_that_is_a_tuple_asks_for_has_aux():
         (lambda w: w**2, r"a scalar, got an array of shape \(2,\): take its mean"),
         (lambda w: None, "returned None: it lacks a return"),
         (lambda w: {"loss": w[0]}, "a scalar, got dict"),
-        (lambda w: [w[0]], "a scalar, got list"),
+        (lambda w: [w[0]], "a scalar, got a list of 1"),
     ],
     ids=["vector", "none", "dict", "list"],
 )

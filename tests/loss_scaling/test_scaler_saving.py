@@ -35,6 +35,11 @@ def test_a_loaded_scaler_goes_on_where_the_saved_one_was():
     assert_steps(after, rest, trace.normal[100:])
 
 
+def test_a_traced_state_has_no_state_dict():
+    with pytest.raises(ScalerError, match=r"outside of jax\.jit"):
+        jax.jit(GradScaler().state_dict)(state_of(8.0))
+
+
 def test_what_a_state_dict_lacks_is_given_when_it_is_loaded():
     options = {"min_scale": 1.0, "max_scale": 2.0**20, "hysteresis": 3}
     scaler = GradScaler(growth_interval=9, **options)

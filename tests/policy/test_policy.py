@@ -269,6 +269,11 @@ def test_the_name_says_that_a_policy_was_derived():
     assert GPU.scoped("a", "lower").with_rules(lower=["sin"]).name == "gpu*"
 
 
+def test_its_repr_is_one_short_line():
+    assert repr(GPU).startswith("<Policy gpu, dtype float16, ")
+    assert len(repr(GPU)) < 60
+
+
 def test_text_lists_every_rule_with_its_entries():
     text = str(GPU.scoped("**/head", "float32").with_rules(banned=["sin"]))
     for part in ("gpu*", "float16", "dot_general", "jax.nn.softmax", "**/head", "sin"):
@@ -276,7 +281,7 @@ def test_text_lists_every_rule_with_its_entries():
     lines = text.splitlines()
     rules = ["lower", "float32", "internal_float32", "promote", "as_traced", "banned"]
     titles = [line for line in lines[1:] if line and not line.startswith(" ")]
-    assert [title.split(" ")[0] for title in titles] == [*rules, "unsafe"]
+    assert [title.split(" ")[0] for title in titles] == [*rules, "results", "unsafe"]
 
 
 def test_equal_policies_are_equal_and_hash_alike():

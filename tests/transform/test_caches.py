@@ -116,7 +116,7 @@ class Equal(Configuration):
     """An argument that is compared by its content."""
 
     def __eq__(self, other):
-        return type(other) is Equal and other.factor == self.factor
+        return type(other) is type(self) and other.factor == self.factor
 
     def __hash__(self):
         return hash(self.factor)
@@ -142,6 +142,23 @@ def test_an_object_among_the_arguments_is_not_kept_alive(kind):
     jax.clear_caches()
     gc.collect()
     assert seen() is None
+
+
+@pytest.mark.parametrize(("kind", "traces"), [(Configuration, 2), (Equal, 1)])
+def test_a_method_among_the_arguments_is_traced_as_its_object_is(kind, traces):
+    seen = []
+
+    class Scaled(kind):
+        def scale(self, x):
+            seen.append(self.factor)
+            return x * self.factor
+
+    fn, config = jamp.autocast(lambda x, scale: scale(x)), Scaled(2.0)
+    for _ in range(2):
+        np.testing.assert_array_equal(fn(X, config.scale), X * 2)
+    assert len(seen) == traces
+    config.factor = 3.0
+    np.testing.assert_array_equal(fn(X, config.scale), X * 3)
 
 
 def test_a_function_among_the_arguments_is_traced_once_and_not_kept_alive():

@@ -199,3 +199,9 @@ def test_a_decorated_module_does_not_hand_on_its_attributes():
 def test_wrong_arguments_are_named(decorator, arguments, error, words):
     with pytest.raises(error, match=words.format(decorator.__name__)):
         decorator(**arguments)
+
+
+@pytest.mark.parametrize("decorator", [jamp.custom_fwd, jamp.custom_bwd])
+def test_a_wrong_device_type_is_named_beside_a_function(decorator):
+    with pytest.raises(jamp.AutocastError, match="unknown device_type 'npu'"):
+        decorator(jnp.sin, device_type="npu")

@@ -114,9 +114,12 @@ def test_a_device_type_in_the_place_of_the_function_raises(device_type):
         jamp.autocast(device_type)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.dtype(jnp.bfloat16)])
+@pytest.mark.parametrize(
+    "dtype", [jnp.bfloat16, np.dtype(jnp.bfloat16), np.float16, np.float32]
+)
 def test_a_dtype_in_the_place_of_the_function_raises(dtype):
-    message = r"got the dtype bfloat16; .*: autocast\(dtype=jnp.bfloat16\)"
+    name = np.dtype(dtype).name
+    message = rf"got the dtype {name}; .*: autocast\(dtype=jnp.{name}\)"
     with pytest.raises(jamp.AutocastTypeError, match=message):
         jamp.autocast(dtype)
 

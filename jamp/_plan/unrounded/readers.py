@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn
 
 from jamp import _primitives
 from jamp._compat import scan_counts
-from jamp._dtypes import FLOAT32
+from jamp._dtypes import FLOAT32, size_of
 from jamp._equations import holds_any, nested
 from jamp._plan.listed_calls import runs_in_float32
 from jamp._plan.plan import Action, Bind, Cast, Float32Call, Plan, Structural
@@ -166,9 +166,9 @@ def _is_of_numbers(value: Value) -> bool:
 
 def _small(values: Sequence[Value]) -> set[int]:
     """The places of those that have few numbers beside the largest of them."""
-    counts = [math.prod(getattr(value.aval, "shape", ())) for value in values]
+    counts = [size_of(getattr(value.aval, "shape", ())) for value in values]
     # A dimension whose size is not known yet may be of any.
-    sizes = [n if isinstance(n, int) else math.inf for n in counts]
+    sizes = [math.inf if n is None else n for n in counts]
     most = max(sizes, default=0)
     return {p for p, n in enumerate(sizes) if n < math.inf and _FEW * n <= most}
 
