@@ -76,10 +76,8 @@ def value_and_grad(
         @wraps(loss_fn)
         def with_scale(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
             value = loss_fn(*args, **kwargs)
-            wrong = wrong_loss(value, has_aux, options.get("holomorphic", False))
-            if wrong:
-                raise ScalerTypeError(wrong)
-            return scaled(scale, value[0] if has_aux else value), value
+            loss = _loss_in(value, has_aux, options.get("holomorphic", False))
+            return scaled(scale, loss), value
 
         if isinstance(inspect.unwrap(loss_fn), functools.partial):
             # flax.nnx would take the keywords that it has bound for arguments.
@@ -194,6 +192,13 @@ def _of_arrays(
 def _has_module_of_equinox(tree: Any) -> bool:
     equinox = sys.modules.get("equinox")
     return equinox is not None and bool(instances(tree, equinox.Module))
+
+
+def _loss_in(value: Any, has_aux: bool, holomorphic: bool) -> Any:
+    wrong = wrong_loss(value, has_aux, holomorphic)
+    if wrong:
+        raise ScalerTypeError(wrong)
+    return value[0] if has_aux else value
 
 
 def _value_and_grad_for(*arguments: Any) -> Callable[..., Any]:

@@ -1,0 +1,84 @@
+"""Reports: the rule that decided about an operation, and where it comes from."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jamp
+
+X = jnp.ones((2, 8))
+
+
+def test_a_disabled_region_is_given_as_the_reason():
+    def fn(x):
+        with jamp.autocast(enabled=False):
+            return x @ x.T
+
+    report = jamp.explain(fn, device_type="gpu")(X)
+    (record,) = [r for r in report.records if r.primitive == "dot_general"]
+    assert record.ruling.source == "region with enabled=False"
+    assert "region with enabled=False" in str(report)
+
+
+def test_cast_inputs_are_given_as_the_reason():
+    @jamp.custom_fwd(cast_inputs=jnp.float32)
+    def gram(x):
+        return x @ x.T
+
+    report = jamp.explain(gram, device_type="gpu")(X)
+    (record,) = [r for r in report.records if r.primitive == "dot_general"]
+    assert record.ruling.source == "cast_inputs=float32 of gram"
+
+
+def test_a_scope_is_given_as_the_reason():
+    def fn(x):
+        with jax.named_scope("head"):
+            return x @ x.T
+
+    policy = jamp.Policy.load("gpu").scoped("head", "float32")
+    report = jamp.explain(fn, policy=policy)(X)
+    (record,) = [r for r in report.records if r.primitive == "dot_general"]
+    assert record.ruling.source == "scope 'head' in gpu*"
+    assert record.scope == ("head",)
+
+
+@jax.jit
+def disabled_gram(x):
+    with jamp.autocast(enabled=False):
+        return x @ x.T
+
+
+@jax.jit
+def gram_of_head(x):
+    with jax.named_scope("head"):
+        return x @ x.T
+
+
+@pytest.mark.parametrize(
+    ("gram", "source"),
+    [
+        (disabled_gram, "region with enabled=False"),
+        (gram_of_head, "scope 'head' in gpu*"),
+    ],
+)
+def test_what_decides_inside_of_a_listed_function_is_given_as_the_reason(gram, source):
+    def listed(x):
+        return gram(x) + 1
+
+    policy = jamp.Policy.load("gpu").with_rules(lower=[listed])
+    policy = policy.scoped("head", "float32")
+    report = jamp.explain(lambda x: listed(x @ x.T @ x), policy=policy)(X)
+    *_, inside = (r for r in report.records if r.primitive == "dot_general")
+    assert inside.ruling.source == source
+    unused = {entry.name for entry in report.unused if entry.added}
+    assert unused == (set() if gram is gram_of_head else {"head"})
+
+
+def test_an_outer_product_in_a_listed_function_is_no_matmul():
+    def outer(x):
+        return jnp.einsum("i,j->ij", x, x)
+
+    policy = jamp.Policy.load("gpu").with_rules(lower=[outer])
+    report = jamp.explain(outer, policy=policy)(X[0])
+    assert report.low_byte_share == 1
+    assert not report.matmuls
