@@ -291,7 +291,8 @@ def short(dtype: Any) -> str:
 
 
 def _names(dtypes: Iterable[Any]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(short(d) for d in dtypes if d is not None))
+    found = dict.fromkeys(d for d in dtypes if d is not None)
+    return tuple(dict.fromkeys(map(short, found)))
 
 
 def line_of(found: Location | None) -> str:
