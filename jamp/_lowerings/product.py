@@ -23,14 +23,13 @@ _WIDE = 8
 # A matrix is cast for as many rows more slowly than it is multiplied in float32, or for
 # more if it is small.
 _UNCAST_ROWS, _UNCAST_ROWS_OF_FEW = 12, 24
-_FEW_NUMBERS = 2**18
+_FEW_NUMBERS, _FEW_OF_EACH = 2**18, 2**11  # of each matrix in a stack
 # With more rows, or a smaller matrix, float32 is worth the casts of the operands.
 _FEW_ROWS = 32
 _LARGE = 2**20
 # To read a number of float32 across takes as long as to move so many of 16 bits.
 _ACROSS = 4
-# Of stacks of matrices with fewer multiplications in each, XLA makes loops up to JAX
-# 0.11.0.
+# Of stacks with fewer multiplications in each, XLA makes loops up to JAX 0.11.0.
 _LOOPED_BELOW = 2**9
 
 Dims = tuple[int, ...]
@@ -178,8 +177,9 @@ def _is_slow(left: _Factor, right: _Factor) -> bool:
     """
     if _size(left.array, left.added) == 1 or _is_looped(left, right):
         return True
-    size = max(left.size, right.size)
-    if size <= _FEW_NUMBERS and 1 in (left.rows, right.rows):
+    size, stack = max(left.size, right.size), _size(left.array, left.batch)
+    few = size <= _FEW_NUMBERS or size < _FEW_OF_EACH * stack
+    if few and 1 in (left.rows, right.rows):
         return True
     many = min(left.rows, right.rows) > _FEW_ROWS
     return this_processor().is_held_back and (many or size < _LARGE)

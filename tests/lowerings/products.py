@@ -4,6 +4,9 @@ Operands are small integers, which 16 bits and their products hold exactly: resu
 gradients are equal to those of float32, not near them.
 """
 
+import functools
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,3 +48,17 @@ def assert_equal_derivatives(fn, x, y):
     for a, b in zip(*map(jax.tree.leaves, both(x, y, ct)), strict=True):
         # What has 16 bits was rounded once.
         np.testing.assert_array_equal(a, b.astype(a.dtype))
+
+
+def einsum_of(subscripts, *shapes):
+    """A product, two arrays of integers of these shapes, and both in 16 bits."""
+    x, y = (jax.device_put(integers(i, shape)) for i, shape in enumerate(shapes))
+    low = x.astype(jnp.bfloat16), y.astype(jnp.bfloat16)
+    return functools.partial(jnp.einsum, subscripts), x, y, low
+
+
+def operands_of_product(fn, x, y):
+    """What a product takes, without the dimension more that it may have in front."""
+    lowered = jax.jit(fn).lower(x, y).as_text()
+    (taken,) = re.findall(r"dot_general .*: \(tensor<(.*)\) ->", lowered)
+    return re.sub(r"^1x|(?<=tensor<)1x", "", taken)

@@ -15,7 +15,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.test_util import check_grads
 from jaxprs import equations, matmul_dtypes, traced
 from processors import processor_with
-from products import assert_equal_derivatives, cast, integers
+from products import (
+    assert_equal_derivatives,
+    cast,
+    einsum_of,
+    integers,
+    operands_of_product,
+)
 
 import jamp
 from jamp.__main__ import main
@@ -176,13 +182,6 @@ ALONE = {
 }
 
 
-def einsum_of(subscripts, *shapes):
-    """A product, two arrays of integers of these shapes, and both in 16 bits."""
-    x, y = (jax.device_put(integers(i, shape)) for i, shape in enumerate(shapes))
-    low = x.astype(jnp.bfloat16), y.astype(jnp.bfloat16)
-    return functools.partial(jnp.einsum, subscripts), x, y, low
-
-
 @pytest.mark.parametrize("name", ALONE)
 def test_the_smaller_of_two_matrices_is_transposed(name, tmp_path):
     *product, operands = ALONE[name]
@@ -211,49 +210,6 @@ def test_stacks_of_small_matrices_are_multiplied_in_any_layout(
 
 # What XLA is given of a row and a matrix, the row first; of a matrix whose rows are
 # added up, halves.
-SINGLE_ROWS = {
-    "row, matrix": ("ik,kj->ij", (1, 6), (6, 5), "2x2x3xbf16>, tensor<2x3x5xbf16>"),
-    "vector, matrix": ("k,kj->j", (6,), (6, 5), "2x2x3xbf16>, tensor<2x3x5xbf16>"),
-    "an odd number": ("k,kj->j", (7,), (7, 5), "2x7xbf16>, tensor<7x5xbf16>"),
-    "columns": ("ik,jk->ij", (1, 6), (5, 6), "2x6xbf16>, tensor<5x6xbf16>"),
-    "matrix, vector": ("jk,k->j", (5, 6), (6,), "2x6xbf16>, tensor<5x6xbf16>"),
-    "matrix, columns": ("jk,ik->ji", (5, 6), (1, 6), "2x6xbf16>, tensor<5x6xbf16>"),
-    "two ones": ("akb,kj->abj", (1, 6, 1), (6, 5), "2x2x3xbf16>, tensor<2x3x5xbf16>"),
-    "rows of stacks": (
-        "bk,kbj->bj",
-        (2, 24),
-        (24, 2, 25),
-        "2x2x24xbf16>, tensor<24x2x25xbf16>",
-    ),
-    "one query's scores": (
-        "bqhd,bkhd->bhqk",
-        (2, 1, 3, 16),
-        (2, 40, 3, 16),
-        "2x3x2x16xbf16>, tensor<2x40x3x16xbf16>",
-    ),
-}
-
-
-def operands_of_product(fn, x, y):
-    """What a product takes, without the dimension more that it may have in front."""
-    lowered = jax.jit(fn).lower(x, y).as_text()
-    (taken,) = re.findall(r"dot_general .*: \(tensor<(.*)\) ->", lowered)
-    return re.sub(r"^1x|(?<=tensor<)1x", "", taken)
-
-
-@pytest.mark.parametrize("name", SINGLE_ROWS)
-def test_a_single_row_is_multiplied_as_two_rows(name, tmp_path, monkeypatch):
-    """XLA would write out the matrix in float32."""
-    monkeypatch.setattr("jamp._lowerings.product._FEW_NUMBERS", 0)
-    *product, operands = SINGLE_ROWS[name]
-    fn, x, y, low = einsum_of(*product)
-    with processor_with("avx512_bf16", tmp_path):
-        assert operands_of_product(cast(fn), *low) == operands
-        found = jax.jit(cast(fn))(*low)
-        assert_equal_derivatives(fn, x, y)
-    np.testing.assert_array_equal(found, fn(x, y))
-
-
 ROUNDED_WITH_AMX = {
     "small": ((64, 256, 1024), False),
     "much is added up": ((512, 1024, 1024), False),
