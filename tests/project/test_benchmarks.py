@@ -7,6 +7,7 @@ import time
 import jax
 import jax.numpy as jnp
 import measuring
+import networks
 import numpy as np
 import program_figures
 import pytest
@@ -301,3 +302,12 @@ def test_the_processor_is_read_from_the_system(monkeypatch, tmp_path):
     has = {"avx512_bf16": False, "amx_bf16": True, "held_back": False}
     known = {"name": "Fast One", **has}
     assert results_file.processor() == known
+
+
+@pytest.mark.parametrize("mode", networks.MODES)
+def test_a_small_network_is_compared_with_float32(mode, monkeypatch):
+    monkeypatch.setattr(networks, "PAIRS", 1)
+    found = networks.measure("two towers", mode)
+    assert found["ratio"] > 0
+    assert found["autocast_temporary_bytes"] > 0
+    assert 1e-4 < found["distance"] < 2**-7
