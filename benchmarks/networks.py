@@ -40,7 +40,7 @@ def program(
 def distance(found: Any, expected: Any) -> float:
     wide = jax.tree.map(lambda array: array.astype(jnp.float32), found)
     wrong = jax.tree.map(jnp.subtract, wide, expected)
-    return float(optax.global_norm(wrong) / optax.global_norm(expected))
+    return float(optax.tree.norm(wrong) / optax.tree.norm(expected))
 
 
 def measure(name: str, mode: str) -> dict[str, Any]:
