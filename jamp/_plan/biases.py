@@ -28,13 +28,13 @@ _MOST = 2**22
 Dims = tuple[int, ...]
 
 
-def product_and_bias(x: Value, y: Value, inputs: Values) -> Value | None:
+def product_and_bias(added: Values, inputs: Values) -> Value | None:
     """The product, if of two values one is a lowered product and one its bias.
 
     A weight that is repeated along some dimension is a bias for a batch of one, too,
     along whose dimension it might as well vary.
     """
-    for product, other in ((x, y), (y, x)):
+    for product, other in (added, added[::-1]):
         if not product.low or other.follows or other.traits.table:
             continue
         # A scalar has none.

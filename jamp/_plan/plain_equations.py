@@ -100,7 +100,7 @@ def _promote(eqn: JaxprEqn, operands: Values, inputs: Values) -> Dtypes:
     if not arrays:
         dtype = _dtypes.widest(v.dtype for v in floats)
         return Dtypes(_each(operands, dtype))
-    product = product_and_bias(*floats, inputs) if eqn.primitive.name == "add" else None
+    product = product_and_bias(floats, inputs) if eqn.primitive.name == "add" else None
     dtype = product.dtype if product else _dtypes.widest(v.dtype for v in arrays)
     result = None
     if any(destroyed(value, dtype) for value in floats):
@@ -146,7 +146,7 @@ def _plan_layer(equation: Equation) -> list[Value] | None:
     castable = all(value.eligible for value in operands)
     if not (promotes and castable and caster.options.device_type == "cpu"):
         return None
-    product = product_and_bias(*operands, caster.plan.inputs)
+    product = product_and_bias(operands, caster.plan.inputs)
     wide = product and before_rounding(product, caster.plan)
     if not (product and wide):
         return None
