@@ -141,7 +141,8 @@ def _add_commands_for_functions(
         type=_numbers,
         default=[0],
         metavar="N[,N]",
-        help="which arguments the gradient is taken of (default: 0, the first)",
+        help="which arguments the gradient is taken of, as in --argnums=0,-1 (default: "
+        "0, the first)",
     )
     diagnose.add_argument("--plot", metavar="FILE", help="draw exponents, as PNG")
     diagnose.add_argument("--json", metavar="FILE", help="write the diagnosis as data")

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from jamp import _dtypes, _equations, _primitives
 from jamp._lowerings.hook import bound_as
@@ -37,7 +37,7 @@ def run_wide(eqn: JaxprEqn, arrays: Sequence[Any]) -> list[Any]:
         primitive, params = bound_as(eqn, list(map(jax.typeof, arrays)))
         return _equations.bind_primitive(primitive, params, arrays)
     if _is_widened(eqn):
-        return _equations.bind(eqn, arrays, **_wide_params(eqn))
+        return _equations.bind(eqn, arrays, **_wide_params(eqn, {}))
     narrowed = [
         array.astype(_dtypes.dtype_of(var)) if _in_16_bits(var) else array
         for var, array in zip(eqn.invars, arrays, strict=True)
@@ -46,65 +46,86 @@ def run_wide(eqn: JaxprEqn, arrays: Sequence[Any]) -> list[Any]:
 
 
 def is_unseen(eqn: JaxprEqn) -> bool:
-    """Whether an equation holds a program with 16 bits that runs so beside float32."""
-    return _holds_narrow(eqn) and not _is_widened(eqn)
+    """Whether an equation holds a program with 16 bits that runs so beside float32.
+
+    So does what has effects, which is not run a second time.
+    """
+    held = any(_has_16_bits(inner) for inner in [*_equations.nested([eqn])][1:])
+    return held and (bool(eqn.effects) or not _is_widened(eqn))
 
 
 def _in_16_bits(atom: Any) -> bool:
     return _dtypes.narrow(_dtypes.dtype_of(atom))
 
 
+def _has_16_bits(eqn: JaxprEqn) -> bool:
+    return any(map(_in_16_bits, _equations.atoms([eqn])))
+
+
 def _is_narrow(eqn: JaxprEqn) -> bool:
     """Whether an equation has 16 bits, or holds a program that has."""
-    return any(map(_in_16_bits, _equations.atoms([eqn]))) or _holds_narrow(eqn)
-
-
-def _holds_narrow(eqn: JaxprEqn) -> bool:
-    programs = jaxprs_in_params(eqn.params)
-    return any(_is_narrow(inner) for program in programs for inner in program.eqns)
+    return any(map(_has_16_bits, _equations.nested([eqn])))
 
 
 def _is_widened(eqn: JaxprEqn) -> bool:
     """Whether an equation runs in float32, and so does all that it holds."""
-    if not _is_narrow(eqn):
-        return True
-    name, held = eqn.primitive.name, [*jaxprs_in_params(eqn.params)]
+    return all(map(_is_not_bound, _equations.nested([eqn])))
+
+
+def _is_not_bound(eqn: JaxprEqn) -> bool:
+    name = eqn.primitive.name
     known = name in _primitives.CALLS or name in _HOLDERS
-    if name in _primitives.DTYPE_BOUND or (held and not known):
-        return False
-    return all(_is_widened(inner) for program in held for inner in program.eqns)
+    bound = name in _primitives.DTYPE_BOUND
+    if bound or (_equations.holds_program(eqn) and not known):
+        return not _is_narrow(eqn)
+    return True
 
 
-def _wide_params(eqn: JaxprEqn) -> dict[str, Any]:
-    """The parameters of an equation that are others in float32."""
+# Programs by the id of those that they were widened from: several equations may hold
+# one.
+_Known = dict[int, Any]
+
+
+def _wide_params(eqn: JaxprEqn, known: _Known) -> dict[str, Any]:
+    """The parameters of an equation as they are in float32."""
     if eqn.primitive.name == "reduce_precision":
         dtype = _dtypes.dtype_of(eqn.outvars[0])
         info = jnp.finfo(_dtypes.widest([dtype, _dtypes.FLOAT32]))
         return {"exponent_bits": info.nexp, "mantissa_bits": info.nmant}
-    wide = {name: _wide(name, value) for name, value in eqn.params.items()}
+    wide = {name: _wide(name, value, known) for name, value in eqn.params.items()}
     if eqn.primitive.name in _primitives.MATMULS:
         wide["precision"] = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
     return wide
 
 
-def _wide(name: str, value: Any) -> Any:
+def _wide(name: str, value: Any, known: _Known) -> Any:
     if name.endswith(("dtype", "element_type")) and isinstance(value, np.dtype):
         return _dtypes.FLOAT32 if _dtypes.narrow(value) else value
     if not _equations.programs_of(value):
         return value
-    return jax.tree.map(_wide_program, value)
+    return jax.tree.map(lambda program: _wide_program(program, known), value)
 
 
-def _wide_program(program: Any) -> Any:
-    if not hasattr(program, "consts"):
-        return _wide_jaxpr(program)
-    # Newer JAX has one class for programs with constants and without.
-    consts = list(map(_dtypes.widened, program.consts))
-    return ClosedJaxpr(_wide_jaxpr(program.jaxpr), consts)
+def _wide_program(program: Any, known: _Known) -> Any:
+    if id(program) not in known:
+        if hasattr(program, "consts"):
+            # Newer JAX has one class for programs with constants and without.
+            consts = list(map(_wide_constant, program.consts))
+            wide = ClosedJaxpr(_wide_jaxpr(program.jaxpr, known), consts)
+        else:
+            wide = _wide_jaxpr(program, known)
+        known[id(program)] = wide
+    return known[id(program)]
 
 
-def _wide_jaxpr(jaxpr: Any) -> Any:
-    known: dict[Any, Any] = {}
+def _wide_constant(value: Any) -> Any:
+    # JAX would trace a cast of its own.
+    narrow = _dtypes.narrow(getattr(value, "dtype", None))
+    return np.asarray(value).astype(_dtypes.FLOAT32) if narrow else value
+
+
+def _wide_jaxpr(jaxpr: Any, known: _Known) -> Any:
+    made: dict[Any, Any] = {}
 
     def wide(atom: Any) -> Any:
         if not _in_16_bits(atom):
@@ -112,14 +133,14 @@ def _wide_jaxpr(jaxpr: Any) -> Any:
         aval = atom.aval.update(dtype=_dtypes.FLOAT32)
         if isinstance(atom, Literal):
             return Literal(np.asarray(atom.val, _dtypes.FLOAT32), aval)
-        return known.setdefault(atom, Var(aval))
+        return made.setdefault(atom, Var(aval))
 
     def all_wide(part: Any) -> dict[str, Any]:
         names = ("invars", "outvars")
         return {name: list(map(wide, getattr(part, name))) for name in names}
 
     eqns = [
-        eqn.replace(**all_wide(eqn), params={**eqn.params, **_wide_params(eqn)})
+        eqn.replace(**all_wide(eqn), params={**eqn.params, **_wide_params(eqn, known)})
         for eqn in jaxpr.eqns
     ]
     constvars = list(map(wide, jaxpr.constvars))

@@ -4,7 +4,14 @@ What is known of values is followed through the plan, in whatever dtype they are
 are squares or exponentials and where they became it, what is a sum and what is rounded.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,7 +23,7 @@ from jamp._equations import closed
 from jamp._explain.figures import line_of
 from jamp._plan.plan import Action, Bind, Broadcast, Float32Call, Plan, Structural
 from jamp._plan.values import Value
-from jamp._tracing.locations import location
+from jamp._tracing.locations import Location, location
 
 # What is known of a value, and where it became so.
 Facts = Mapping[str, str]
@@ -98,10 +105,16 @@ class _Walk:
         program: Any,
         taken: Sequence[Facts],
     ) -> list[Facts]:
-        key = id(program), tuple(frozenset(facts.items()) for facts in taken)
+        known = tuple(frozenset(facts.items()) for facts in taken)
+        # What a library holds is told at the line that calls it.
+        key = id(program), known, next(self._places(), None)
         if key not in self._results_of:
             self._results_of[key] = walk(program, taken)
         return self._results_of[key]
+
+    def _places(self, *eqns: JaxprEqn) -> Iterator[Location]:
+        """The user's lines of equations and of what calls them, innermost first."""
+        return filter(None, map(location, (*eqns, *reversed(self._callers))))
 
     def _program(self, jaxpr: Any, taken: Sequence[Facts]) -> list[Facts]:
         known = dict(zip(jaxpr.invars, taken, strict=True))
@@ -124,8 +137,7 @@ class _Walk:
         if name in _primitives.CALLS:
             inner = closed(eqn.params[_primitives.CALLS[name]]).jaxpr
             return self._once(self._program, inner, taken)
-        places = filter(None, map(location, (eqn, *reversed(self._callers))))
-        at = next(map(line_of, places), "unknown location")
+        at = next(map(line_of, self._places(eqn)), "unknown location")
         sums = name == "sub" and all({"sum", "square"} & f.keys() for f in taken)
         if sums and {"sum", "square", "rounded"} <= set().union(*taken):
             what = f"{name} at {at} of rounded sums: compute these in float32"

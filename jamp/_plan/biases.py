@@ -28,21 +28,14 @@ _MOST = 2**22
 Dims = tuple[int, ...]
 
 
-def product_and_bias(added: Values, inputs: Values) -> Value | None:
-    """The product, if of two values one is a lowered product and one its bias.
-
-    A weight that is repeated along some dimension is a bias for a batch of one, too,
-    along whose dimension it might as well vary.
-    """
-    for product, other in (added, added[::-1]):
+def product_and_bias(x: Value, y: Value) -> Value | None:
+    """The product, if of two values one is a lowered product and one its bias."""
+    for product, other in ((x, y), (y, x)):
         if not product.low or other.follows or other.traits.table:
             continue
         # A scalar has none.
         shapes = zip(other.aval.shape, product.aval.shape, strict=False)
-        ones = {d: full for d, (own, full) in enumerate(shapes) if own == 1}
-        spread = {d for d, full in ones.items() if full != 1}
-        if spread and _is_given(other, inputs) and not other.traits.data:
-            spread = {*ones}
+        spread = {d for d, (own, full) in enumerate(shapes) if own == 1 != full}
         varies = {*range(other.ndim)}.difference(other.traits.repeated, spread)
         free = product.traits.free
         if len(varies) < product.ndim and any(map(varies.issubset, free)):

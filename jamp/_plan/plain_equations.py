@@ -40,9 +40,7 @@ class Dtypes(NamedTuple):
     results: tuple[DType | None, ...] = ()  # those to which they are rounded, if any
 
 
-def choose(
-    rule: Rule, eqn: JaxprEqn, operands: Values, low: DType, inputs: Values
-) -> Dtypes:
+def choose(rule: Rule, eqn: JaxprEqn, operands: Values, low: DType) -> Dtypes:
     """The dtypes in which an equation computes under a rule, and those it rounds to."""
     if rule is Rule.LOWER and any(_dtypes.is_complex(v.dtype) for v in operands):
         rule = Rule.AS_TRACED
@@ -55,7 +53,7 @@ def choose(
     if rule in (Rule.PROMOTE, Rule.INTERNAL_FLOAT32) and reduces_fully(eqn, operands):
         return Dtypes(floating)
     if rule is Rule.PROMOTE:
-        found = _promote(eqn, operands, inputs)
+        found = _promote(eqn, operands)
         if not adds_up(eqn, operands):
             return found
         # In float32, so that what is added up is rounded once.
@@ -90,7 +88,7 @@ def _activation(operands: Values) -> DType | None:
     return _dtypes.widest(v.dtype for v in floats if v.ndim == rank)
 
 
-def _promote(eqn: JaxprEqn, operands: Values, inputs: Values) -> Dtypes:
+def _promote(eqn: JaxprEqn, operands: Values) -> Dtypes:
     """The widest dtype of the operands; constants and scalars follow the others."""
     floats = [v for v in operands if v.eligible]
     firm = [v for v in floats if not v.follows]
@@ -100,7 +98,7 @@ def _promote(eqn: JaxprEqn, operands: Values, inputs: Values) -> Dtypes:
     if not arrays:
         dtype = _dtypes.widest(v.dtype for v in floats)
         return Dtypes(_each(operands, dtype))
-    product = product_and_bias(floats, inputs) if eqn.primitive.name == "add" else None
+    product = product_and_bias(*floats) if eqn.primitive.name == "add" else None
     dtype = product.dtype if product else _dtypes.widest(v.dtype for v in arrays)
     result = None
     if any(destroyed(value, dtype) for value in floats):
@@ -135,8 +133,7 @@ def plan_plain(equation: Equation) -> list[Value]:
     layer = _plan_layer(equation) if eqn.primitive.name == "add" else None
     if layer is not None:
         return layer
-    low, inputs = context.region.dtype, caster.plan.inputs
-    return cast_and_bind(equation, choose(rule, eqn, operands, low, inputs))
+    return cast_and_bind(equation, choose(rule, eqn, operands, context.region.dtype))
 
 
 def _plan_layer(equation: Equation) -> list[Value] | None:
@@ -146,7 +143,7 @@ def _plan_layer(equation: Equation) -> list[Value] | None:
     castable = all(value.eligible for value in operands)
     if not (promotes and castable and caster.options.device_type == "cpu"):
         return None
-    product = product_and_bias(operands, caster.plan.inputs)
+    product = product_and_bias(*operands)
     wide = product and before_rounding(product, caster.plan)
     if not (product and wide):
         return None

@@ -55,9 +55,8 @@ def _static(leaf: Any) -> Hashable:
     if isinstance(leaf, _CONSTANTS):
         return kind, leaf
     if isinstance(leaf, types.MethodType):
-        # It is made anew wherever it is read.
-        parts = _static(leaf.__self__), _static(leaf.__func__)
-        return None if None in parts else (kind, *parts)
+        # It is made anew wherever it is read, and its object may change.
+        return None
     by_identity: Any = object.__hash__
     # A function may be wrapped, by JAX or a decorator.
     if kind.__hash__ is by_identity and not isinstance(unwrap(leaf), _FUNCTIONS):

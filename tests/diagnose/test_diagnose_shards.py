@@ -57,7 +57,34 @@ def constants(w, x):
     return (x @ w) * (jnp.arange(32, dtype=jnp.bfloat16) / 32) + lax.psum(x, "i")
 
 
-BODIES = (loop, branch, dropout, scattered, constants, activated, jax.checkpoint(loop))
+LOW = jnp.arange(32, dtype=jnp.float16) / 32
+
+
+def low_constant(w, x):
+    """A constant in 16 bits, which a jitted function closes over."""
+    return jax.jit(lambda y: y * LOW)(x @ w)
+
+
+def observed(body):
+    """The same, seen by a callback, which runs once."""
+
+    def told(w, x):
+        jax.debug.callback(lambda _: None, x[0, 0])
+        return body(w, x)
+
+    return told
+
+
+BODIES = (
+    low_constant,
+    loop,
+    branch,
+    dropout,
+    scattered,
+    constants,
+    activated,
+    jax.checkpoint(loop),
+)
 
 
 @pytest.mark.parametrize("body", BODIES)
@@ -90,6 +117,12 @@ def test_a_fault_on_each_device_is_found_and_cured(factor, kind):
     (suggestion,) = found.suggestions
     assert suggestion.cured
     assert diagnose(fn, dtype="float16", **suggestion.options)(W, X).healthy
+
+
+def test_what_may_run_only_once_is_not_called_healthy():
+    found = diagnose(sharded(observed(loop)), dtype="float16")(W, X)
+    assert found.unseen == ("shard_map",)
+    assert "as far as was looked" in str(found)
 
 
 @pytest.mark.parametrize("factor", [5e4, 1e-12])

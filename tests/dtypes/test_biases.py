@@ -118,15 +118,6 @@ BIASES = {
         lambda x, w, b: lax.conv_transpose(x, w, (2, 2), "SAME") + b,
         *IMAGE,
     ),
-    "of a batch of one": (lambda x, w, b: x @ w + b, (1, 5, 8), W, (1, 1, 8)),
-    "of a convolution of one picture": (
-        lambda x, w, b: lax.conv(x, w, (1,), "SAME") + b,
-        *((1, 5, 8), (8, 5, 3), (1, 8, 1)),
-    ),
-    "of a batch of one in a jit": (
-        lambda x, w, b: jax.jit(lambda x, b: x @ w + b)(x, b),
-        *((1, 5, 8), W, (1, 1, 8)),
-    ),
     "flax": (
         lambda x, w, b: nn.Dense(8).apply({"params": {"kernel": w, "bias": b}}, x),
         *(X, W, B),
@@ -194,6 +185,7 @@ PROMOTING = {
         *((1, 5, 8), W, (1, 1, 8)),
     ),
     "bias of one row": (lambda x, w, b: x @ w + b, (1, 8), W, (1, 8)),
+    "bias of one text": (lambda x, w, b: x @ w + b, (1, 5, 8), W, (1, 1, 8)),
     "alibi": (alibi, X, W, (2,)),
     "relative alibi": (relative, X, W, (2,)),
     "relative positions": (plus, X, W, (5, 5)),

@@ -209,6 +209,19 @@ def test_a_risk_needs_attention():
     assert "rounded to float16, may leave its range" in sentence
 
 
+def test_what_a_library_may_lose_is_told_at_each_line_that_calls_it():
+    def fn(x):
+        y = jnp.var(x @ W, axis=0)
+        z = jnp.var(W @ x, axis=0)
+        return (y @ W).sum() + (z @ W).sum()
+
+    options = {"device_type": "gpu", "dtype": "float16"}
+    told = [risk.split()[2] for risk in jamp.explain(fn, **options)(W).risks]
+    first = fn.__code__.co_firstlineno + 1
+    lines = {int(place.strip(",").rpartition(":")[2]) for place in told}
+    assert {first, first + 1} <= lines
+
+
 @functools.cache
 def healthy():
     """Functions that train well, and what they are called with."""
