@@ -18,7 +18,7 @@ from jax import lax
 from results_file import write_results
 from rich.console import Console
 from rich.table import Table
-from timing import time_pairs
+from timing import cells, compare
 
 import jamp
 
@@ -88,13 +88,9 @@ def measure(name: str, length: int, mode: str) -> dict[str, Any]:
         for fn in (loss, jamp.autocast(loss))
     ]
 
-    description = f"{name}, length {length}, {mode}"
-    calls = [(program, (params, inputs)) for program in programs]
-    medians = time_pairs(calls, PAIRS, description)
-    plain, cast = (p.memory_analysis().temp_size_in_bytes for p in programs)
     named = {"loop": name, "length": length, "mode": mode}
-    memory = {"float32_temporary_bytes": plain, "autocast_temporary_bytes": cast}
-    return named | medians | memory
+    description = f"{name}, length {length}, {mode}"
+    return named | compare(programs, (params, inputs), PAIRS, description)
 
 
 def main() -> None:
@@ -102,16 +98,7 @@ def main() -> None:
     figures = [measure(*row, mode) for row, mode in product(rows, MODES)]
     table = Table("loop", "length", "mode", "float32", "autocast", "time", "memory")
     for row in figures:
-        plain, cast = (row[f"{n}_temporary_bytes"] for n in ("float32", "autocast"))
-        table.add_row(
-            row["loop"],
-            str(row["length"]),
-            row["mode"],
-            f"{row['float32_seconds'] * 1e3:.1f} ms",
-            f"{row['autocast_seconds'] * 1e3:.1f} ms",
-            f"{row['ratio']:.2f}",
-            f"{cast / plain:.2f}" if plain else "-",
-        )
+        table.add_row(row["loop"], str(row["length"]), row["mode"], *cells(row))
     Console().print(table)
     print(f"written: {write_results('loops', {'loops': figures})}")
 

@@ -1,6 +1,6 @@
 """What autocast gains and costs in small networks of many kinds.
 
-Nothing in jamp was made for one of them. A step of gradient descent, and the network
+Nothing in jamp was made for one of them. The gradients of a loss, and the network
 alone, are timed in turn as written and under autocast. Reported are the medians, in
 seconds, the median of the ratios of the pairs, the temporary memory of the compiled
 programs, and how far results and gradients are from those of float32: the norm of the
@@ -19,7 +19,7 @@ from results_file import write_results
 from rich.console import Console
 from rich.table import Table
 from small_networks import NETWORKS, Network
-from timing import time_pairs
+from timing import cells, compare
 
 import jamp
 
@@ -52,14 +52,10 @@ def measure(name: str, mode: str) -> dict[str, Any]:
         for around in (lambda fn: fn, jamp.autocast)
     ]
     expected, found = (compiled(*arguments) for compiled in programs)
-    memory = [p.memory_analysis().temp_size_in_bytes for p in programs]
-    calls = [(compiled, arguments) for compiled in programs]
     return {
         "network": name,
         "mode": mode,
-        **time_pairs(calls, PAIRS, f"{name}, {mode}"),
-        "float32_temporary_bytes": memory[0],
-        "autocast_temporary_bytes": memory[1],
+        **compare(programs, arguments, PAIRS, f"{name}, {mode}"),
         "distance": distance(found, expected),
     }
 
@@ -69,17 +65,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=NETWORKS, default=[*NETWORKS])
     chosen = parser.parse_args().only
     figures = [measure(*of) for of in product(chosen, MODES)]
-    table = Table("network", "mode", "float32", "time", "memory", "distance")
+    columns = "float32", "autocast", "time", "memory", "distance"
+    table = Table("network", "mode", *columns)
     for row in figures:
-        plain, cast = (row[f"{n}_temporary_bytes"] for n in ("float32", "autocast"))
-        table.add_row(
-            row["network"],
-            row["mode"],
-            f"{row['float32_seconds'] * 1e3:.1f} ms",
-            f"{row['ratio']:.2f}",
-            f"{cast / plain:.2f}",
-            f"{row['distance']:.4f}",
-        )
+        distant = f"{row['distance']:.4f}"
+        table.add_row(row["network"], row["mode"], *cells(row), distant)
     Console().print(table)
     if len(chosen) == len(NETWORKS):
         print(f"written: {write_results('networks', {'networks': figures})}")

@@ -3,7 +3,7 @@
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from operator import truediv
 from typing import Any
 
@@ -33,6 +33,27 @@ def time_pairs(
         for _ in track(range(pairs + 1), what)
     ]
     return medians_of_pairs(timed[1:])
+
+
+def compare(
+    programs: Iterable[Any], arguments: Any, pairs: int, what: str
+) -> dict[str, float]:
+    """Time and memory of a program compiled in float32 and under autocast."""
+    plain, cast = programs
+    calls = [(program, arguments) for program in (plain, cast)]
+    memory = {
+        "float32_temporary_bytes": plain.memory_analysis().temp_size_in_bytes,
+        "autocast_temporary_bytes": cast.memory_analysis().temp_size_in_bytes,
+    }
+    return time_pairs(calls, pairs, what) | memory
+
+
+def cells(figures: Mapping[str, Any]) -> list[str]:
+    """These figures for a table: both times, the ratio, and that of the memory."""
+    names = "float32", "autocast"
+    plain, cast = (figures[f"{name}_temporary_bytes"] for name in names)
+    times = [f"{figures[f'{name}_seconds'] * 1e3:.1f} ms" for name in names]
+    return [*times, f"{figures['ratio']:.2f}", f"{cast / plain:.2f}" if plain else "-"]
 
 
 def seconds_of_call(program: Callable[..., Any], arguments: Iterable[Any]) -> float:

@@ -1,6 +1,7 @@
 """What a small network is, and the parts that several have."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -54,6 +55,12 @@ def of_module(
     return Network(params, inputs, apply, loss)
 
 
+def classifier(model: nn.Module, inputs: jax.Array, classes: int) -> Network:
+    """A module of Flax that learns the classes of pictures, nodes or texts."""
+    labels = integers(classes, len(inputs))
+    return of_module(model, inputs, loss=lambda y: cross_entropy(y, labels))
+
+
 class Block(nn.Module):
     """A layer of a transformer, with cross attention if there is a context."""
 
@@ -65,16 +72,17 @@ class Block(nn.Module):
     def __call__(
         self, x: jax.Array, context: Any = None, mask: Any = None
     ) -> jax.Array:
-        attention = dict(num_heads=self.heads, dropout_rate=self.dropout)
+        attention = partial(
+            nn.MultiHeadDotProductAttention,
+            num_heads=self.heads,
+            dropout_rate=self.dropout,
+            deterministic=False,
+        )
         drop = nn.Dropout(self.dropout, deterministic=False)
         y = nn.LayerNorm()(x)
-        y = nn.MultiHeadDotProductAttention(**attention, deterministic=False)(
-            y, y, mask=mask
-        )
-        x = x + drop(y)
+        x = x + drop(attention()(y, y, mask=mask))
         if context is not None:
-            cross = nn.MultiHeadDotProductAttention(**attention, deterministic=False)
-            x = x + drop(cross(nn.LayerNorm()(x), context))
+            x = x + drop(attention()(nn.LayerNorm()(x), context))
         y = nn.gelu(nn.Dense(4 * self.width)(nn.LayerNorm()(x)))
         return x + drop(nn.Dense(self.width)(y))
 

@@ -1,5 +1,7 @@
 """Networks for graphs, tables, sounds, points, fields and tasks."""
 
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -11,9 +13,8 @@ import optax
 from jax import lax
 
 from small_networks._network import (
-    KEY,
     Network,
-    cross_entropy,
+    classifier,
     integers,
     normal,
     normed,
@@ -131,15 +132,11 @@ def edges(nodes: int, count: int) -> tuple[jax.Array, jax.Array]:
 
 
 def messages() -> Network:
-    labels = integers(7, 4000)
-    model = Messages(edges(4000, 40000))
-    return of_module(model, normal(4000, 128), loss=lambda y: cross_entropy(y, labels))
+    return classifier(Messages(edges(4000, 40000)), normal(4000, 128), 7)
 
 
 def graph_attention() -> Network:
-    labels = integers(7, 3000)
-    model = GraphAttention(edges(3000, 30000))
-    return of_module(model, normal(3000, 128), loss=lambda y: cross_entropy(y, labels))
+    return classifier(GraphAttention(edges(3000, 30000)), normal(3000, 128), 7)
 
 
 def recommender() -> Network:
@@ -160,9 +157,7 @@ def conformer() -> Network:
 
 
 def points() -> Network:
-    labels = integers(40, 16)
-    model = Points()
-    return of_module(model, normal(16, 512, 3), loss=lambda y: cross_entropy(y, labels))
+    return classifier(Points(), normal(16, 512, 3), 40)
 
 
 def fourier_operator() -> Network:
@@ -176,14 +171,19 @@ def dense_layers(*widths: int) -> list[Any]:
     ]
 
 
+def run_layers(
+    activation: Callable[[jax.Array], jax.Array], layers: Any, x: jax.Array
+) -> jax.Array:
+    *hidden, (last, shift) = layers
+    for weights, bias in hidden:
+        x = activation(x @ weights + bias)
+    return x @ last + shift
+
+
 def differential_equation() -> Network:
     """What a network says is the change, in twenty steps of Runge and Kutta."""
 
-    def change(layers: Any, x: jax.Array) -> jax.Array:
-        for weights, bias in layers[:-1]:
-            x = jnp.tanh(x @ weights + bias)
-        weights, bias = layers[-1]
-        return x @ weights + bias
+    change = partial(run_layers, jnp.tanh)
 
     def apply(layers: Any, x: jax.Array) -> jax.Array:
         def step(x: jax.Array, _: None) -> Any:
@@ -227,13 +227,7 @@ def causal_convolutions() -> Network:
 
 def meta_learning() -> Network:
     """What three steps of gradient descent make of a network, for eight tasks."""
-    targets = normal(8, 32, 8)
-
-    def predict(layers: Any, x: jax.Array) -> jax.Array:
-        for weights, bias in layers[:-1]:
-            x = jax.nn.relu(x @ weights + bias)
-        weights, bias = layers[-1]
-        return x @ weights + bias
+    targets, predict = normal(8, 32, 8), partial(run_layers, jax.nn.relu)
 
     def apply(layers: Any, x: jax.Array, y: jax.Array) -> jax.Array:
         def learnt(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -245,7 +239,7 @@ def meta_learning() -> Network:
 
         return jax.vmap(learnt)(x, y)
 
-    inputs = jax.random.normal(KEY, (8, 32, 32)), targets
+    inputs = normal(8, 32, 32, seed=0), targets
     return Network(
         dense_layers(32, 256, 256, 8), inputs, apply, lambda y: squares(y - targets)
     )

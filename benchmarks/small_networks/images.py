@@ -11,6 +11,7 @@ from jax import lax
 from small_networks._network import (
     Block,
     Network,
+    classifier,
     cross_entropy,
     integers,
     normal,
@@ -146,11 +147,6 @@ class ImagesAndTexts(nn.Module):
         a, b = (z / jnp.linalg.norm(z, axis=-1, keepdims=True) for z in both)
         temperature = self.param("temperature", nn.initializers.constant(2.6), ())
         return jnp.exp(temperature) * a @ b.T
-
-
-def classifier(model: nn.Module, images: jax.Array, classes: int) -> Network:
-    labels = integers(classes, images.shape[0])
-    return of_module(model, images, loss=lambda y: cross_entropy(y, labels))
 
 
 def mixer() -> Network:

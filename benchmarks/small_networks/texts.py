@@ -10,6 +10,7 @@ from jax import lax
 from small_networks._network import (
     Block,
     Network,
+    classifier,
     cross_entropy,
     integers,
     normal,
@@ -90,10 +91,7 @@ def encoder_decoder() -> Network:
 
 
 def bidirectional_lstm() -> Network:
-    labels = integers(5, 32)
-    tokens = integers(5000, 32, 64)
-    model = BidirectionalLSTM()
-    return of_module(model, tokens, loss=lambda y: cross_entropy(y, labels))
+    return classifier(BidirectionalLSTM(), integers(5000, 32, 64), 5)
 
 
 def linear_attention() -> Network:

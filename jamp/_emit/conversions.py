@@ -40,11 +40,11 @@ def widened_for(saves: bool, low: Any, wide: Any) -> Any:
 def _widened_for_jvp(saves: bool, primals: Any, tangents: Any) -> tuple[Any, Any]:
     # Without `wide`, which would be saved; second derivatives go to the array.
     low, _ = primals
-    found = in_float32(low) if saves else jax.lax.convert_element_type(low, FLOAT32)
+    found = widened_bits(low) if saves else jax.lax.convert_element_type(low, FLOAT32)
     return found, tangents[1]
 
 
-def in_float32(low: Any) -> Any:
+def widened_bits(low: Any) -> Any:
     """The float32 of the 16 bits themselves.
 
     From a cast alone XLA may spare the rounding before it, in the forward pass; what is

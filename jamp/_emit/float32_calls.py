@@ -23,7 +23,7 @@ from jax.extend.source_info_util import current_name_stack, user_context
 from jamp import _primitives
 from jamp._compat import settings
 from jamp._dtypes import FLOAT32, dtype_of, shape_of, size_of
-from jamp._emit.conversions import in_float32, widened_for, with_rounded_gradient
+from jamp._emit.conversions import widened_bits, widened_for, with_rounded_gradient
 from jamp._emit.emitter import Arrays, Emitter, emits
 from jamp._equations import bind, checkpointed, content, nested, read_by, values_of
 from jamp._lowerings.hook import with_own_primitive
@@ -217,4 +217,4 @@ def _in_float32(low: Any) -> Any:
 
 @_in_float32.defjvp
 def _in_float32_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
-    return in_float32(*primals), jax.lax.convert_element_type(tangents[0], FLOAT32)
+    return widened_bits(*primals), jax.lax.convert_element_type(tangents[0], FLOAT32)

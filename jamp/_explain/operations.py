@@ -19,7 +19,7 @@ from jamp._tracing.options import Options
 from jamp._tracing.regions import Scope, modules
 
 # What calls programs, which count in its place.
-_HOLDERS = STRUCTURAL.keys() - _primitives.COLLECTIVES
+_COUNTED_INSIDE = STRUCTURAL.keys() - _primitives.COLLECTIVES
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def _operation(record: Record, times: int) -> Operation:
     led = eqn if location(eqn) else record.caller
     scope = modules(record.scope)
     function = ruling.function.name if ruling.function else None
-    call = record.primitive in _HOLDERS
+    call = record.primitive in _COUNTED_INSIDE
     reason, why = ruling.source, f"{ruling.rule.value}: {ruling.source}"
     uncast = [d for d in record.operands[:2] if not _dtypes.eligible(d)]
     if ruling.rule is Rule.LOWER and record.is_product and uncast:
@@ -119,7 +119,7 @@ def options_inside(program: Any, options: Options) -> dict[Options, None]:
     def walk(program: Any, scope: Scope) -> None:
         for eqn in program.eqns:
             inside, name = scope.enter(eqn.source_info.name_stack), eqn.primitive.name
-            if name in _HOLDERS:
+            if name in _COUNTED_INSIDE:
                 for inner in jaxprs_in_params(eqn.params):
                     if (id(inner), inside.options) not in entered:
                         entered.add((id(inner), inside.options))

@@ -208,8 +208,6 @@ def test_stacks_of_small_matrices_are_multiplied_in_any_layout(
         assert_equal_derivatives(fn, jnp.asarray(x), jnp.asarray(y))
 
 
-# What XLA is given of a row and a matrix, the row first; of a matrix whose rows are
-# added up, halves.
 ROUNDED_WITH_AMX = {
     "small": ((64, 256, 1024), False),
     "much is added up": ((512, 1024, 1024), False),

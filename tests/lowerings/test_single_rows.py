@@ -15,6 +15,8 @@ from products import (
     operands_of_product,
 )
 
+# What XLA is given of a row and a matrix, the row first; of a matrix whose rows are
+# added up, halves.
 SINGLE_ROWS = {
     "row, matrix": ("ik,kj->ij", (1, 6), (6, 5), "2x2x3xbf16>, tensor<2x3x5xbf16>"),
     "vector, matrix": ("k,kj->j", (6,), (6, 5), "2x2x3xbf16>, tensor<2x3x5xbf16>"),
