@@ -12,7 +12,6 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from jamp import _dtypes, _equations, _primitives
-from jamp._lowerings.hook import bound_as
 
 # They run in other dtypes if their programs do.
 _HOLDERS = _primitives.SCATTERS | {
@@ -33,9 +32,6 @@ def run_wide(eqn: JaxprEqn, arrays: Sequence[Any]) -> list[Any]:
         return list(arrays)
     if not _is_narrow(eqn):
         return _equations.bind(eqn, arrays)
-    if eqn.primitive.name in _primitives.SCATTERS:
-        primitive, params = bound_as(eqn, list(map(jax.typeof, arrays)))
-        return _equations.bind_primitive(primitive, params, arrays)
     if _is_widened(eqn):
         return _equations.bind(eqn, arrays, **_wide_params(eqn, {}))
     narrowed = [

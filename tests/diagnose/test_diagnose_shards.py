@@ -103,6 +103,17 @@ def test_what_each_device_computes_is_compared_with_float32(body):
     np.testing.assert_allclose(found.gradient_error, wrong, atol=2e-4)
 
 
+def applied(x):
+    return (x @ W).at[jnp.arange(4)].apply(lambda y: jnp.sin(50 * y))
+
+
+def test_what_a_scatter_applies_is_compared_with_float32():
+    want, got = applied(X), jamp.autocast(applied, device_type="gpu")(X)
+    wrong = jnp.linalg.norm(got - want) / jnp.linalg.norm(want)
+    found = diagnose(applied)(X).errors["result"]
+    np.testing.assert_allclose(found, wrong, rtol=0.05)
+
+
 def planted(factor):
     return sharded(lambda w, x: ((x @ w) * factor) @ w)
 
