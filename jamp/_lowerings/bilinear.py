@@ -21,6 +21,7 @@ from jamp._dtypes import FLOAT32, in_dtype
 from jamp._equations import evaluated
 from jamp._lowerings.late_casts import lower_with_weights
 from jamp._lowerings.own_primitives import Operation, like, register
+from jamp._lowerings.unrounded_operands import lower_unrounded
 
 _batchers = batching.fancy_primitive_batchers
 _saving = partial_eval.partial_eval_jaxpr_custom_rules
@@ -46,12 +47,14 @@ def product_params(
     params: dict[str, Any],
     dtype: Any,
     weights: tuple[int, ...] = (),
+    rounded: tuple[int, ...] = (),
     to: Any = None,
 ) -> dict[str, Any]:
     """The parameters of JAX's own product, and those of jamp's.
 
     They are the dtype to multiply in, which the result has too unless another is given,
-    and which operands are casts of the operands after the first two.
+    which operands are casts of the operands after the first two, and which of the first
+    two were rounded for it alone, and not by the program.
     """
     return {
         **params,
@@ -59,12 +62,13 @@ def product_params(
         "preferred_element_type": dtype if to is None else to,
         "dtype": dtype,
         "weights": weights,
+        "rounded": rounded,
     }
 
 
 def _jax_params(params: Mapping[str, Any], **others: Any) -> dict[str, Any]:
     """Parameters as JAX's own product has them, some of them others."""
-    own = ("dtype", "weights")
+    own = ("dtype", "weights", "rounded")
     return {**{n: value for n, value in params.items() if n not in own}, **others}
 
 
@@ -77,6 +81,7 @@ def define(
     on_cpu: Operation,
     gradient: Operation,
     reads_as_is: Callable[..., bool] = lambda *_, **__: False,
+    is_in_float32: Callable[..., bool] = lambda *_, **__: False,
 ) -> tuple[Primitive, Primitive]:
     """A product like one of JAX's, and the same for casts of weights.
 
@@ -90,6 +95,7 @@ def define(
         that number, the cotangent of the result, the operands and the parameters.
       reads_as_is: whether on CPUs one of the operands is worth no cast for this product
         alone, from its number, the operands and the parameters.
+      is_in_float32: whether on CPUs it is in float32 anyway, from the same.
     """
 
     def abstract_eval(*avals: Any, **params: Any) -> Any:
@@ -97,15 +103,6 @@ def define(
         same = _jax_params(params, preferred_element_type=None)
         result, _ = of_jax.abstract_eval(*low, **same)
         return in_dtype(result, params["preferred_element_type"])
-
-    def run(lhs: Any, rhs: Any, *weights: Any, **params: Any) -> Any:
-        low = [lax.convert_element_type(a, params["dtype"]) for a in (lhs, rhs)]
-        made = wanted = params["preferred_element_type"]
-        if of_jax is not lax.dot_general_p:
-            made = params["dtype"]  # cuDNN convolves 16-bit arrays into such alone.
-        same = _jax_params(params, precision=PRECISION, preferred_element_type=made)
-        result = of_jax.bind(*low, **of_jax.get_bind_params(same))
-        return lax.convert_element_type(result, wanted)
 
     def run_on_cpu(whole: bool, *operands: Any, **params: Any) -> Any:
         pair, weights = operands[:2], operands[2:]
@@ -121,8 +118,11 @@ def define(
         _batchers[primitive] = partial(_batch, primitive, of_jax)
         _saving[primitive] = partial(_save_like, of_jax)
 
-    product = like(of_jax, abstract_eval)
-    register(product, run, *(partial(run_on_cpu, whole) for whole in (False, True)))
+    of_any, product = (like(of_jax, abstract_eval) for _ in range(2))
+    on_cpus = (partial(run_on_cpu, whole) for whole in (False, True))
+    register(of_any, partial(_run, of_jax), *on_cpus)
+    rule = partial(lower_unrounded, of_any, is_in_float32)
+    mlir.register_lowering(product, rule, cacheable=False)
     define_rules(product, product)
     of_weights, differentiated = (like(of_jax, abstract_eval) for _ in range(2))
     for primitive in (of_weights, differentiated):
@@ -131,6 +131,16 @@ def define(
         mlir.register_lowering(primitive, rule, cacheable=False)
         define_rules(primitive, differentiated)
     return product, of_weights
+
+
+def _run(of_jax: Primitive, lhs: Any, rhs: Any, *weights: Any, **params: Any) -> Any:
+    low = [lax.convert_element_type(a, params["dtype"]) for a in (lhs, rhs)]
+    made = wanted = params["preferred_element_type"]
+    if of_jax is not lax.dot_general_p:
+        made = params["dtype"]  # cuDNN convolves 16-bit arrays into such alone.
+    same = _jax_params(params, precision=PRECISION, preferred_element_type=made)
+    result = of_jax.bind(*low, **of_jax.get_bind_params(same))
+    return lax.convert_element_type(result, wanted)
 
 
 def _jvp(
@@ -232,8 +242,8 @@ def run_as(
     for place, wide in zip(params["weights"], operands[2:], strict=True):
         wides = [wide if here == place else array for here, array in enumerate(low)]
         taken.append(prepared(wides)[eqn.invars[place]])
-    to = params["preferred_element_type"]
-    own = product_params(eqn.params, params["dtype"], params["weights"], to)
+    names = ("dtype", "weights", "rounded", "preferred_element_type")
+    own = product_params(eqn.params, *(params[name] for name in names))
     env[eqn.outvars[0]] = primitive.bind(*taken, **own)
     return evaluated(jaxpr.eqns[at + 1 :], env)[jaxpr.outvars[0]]
 

@@ -63,18 +63,20 @@ def bound_as(
     eqn: JaxprEqn,
     avals: Sequence[Any],
     weights: tuple[int, ...] = (),
+    rounded: tuple[int, ...] = (),
     to: _dtypes.DType | None = None,
 ) -> tuple[Primitive, dict[str, Any]]:
     """The primitive to bind for operands in other dtypes than traced, and parameters.
 
     Its results have the dtypes that the plan gives them. Of a product some operands may
-    be casts of weights; one of jamp's may give another dtype than it multiplies in.
+    be casts of weights, or rounded for it; one of jamp's may give another dtype than it
+    multiplies in.
     """
     name, params = eqn.primitive.name, eqn.params
     dtypes = [aval.dtype for aval in avals]
     if has_own_product(name, dtypes):
         product = _PRODUCTS[name][bool(weights)]
-        return product, product_params(params, avals[0].dtype, weights, to)
+        return product, product_params(params, avals[0].dtype, weights, rounded, to)
     if name in _primitives.MATMULS:
         params = _params_of_product(params, avals)
     elif name in _primitives.SCATTERS:

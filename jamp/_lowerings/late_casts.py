@@ -9,11 +9,9 @@ rows may read the weight as it is.
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
 from itertools import islice
 from typing import Any
 
-import jax
 import numpy as np
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
@@ -21,7 +19,13 @@ from jax.extend.mlir.dialects import func
 from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
-from jamp._lowerings.own_primitives import has_whole_arrays, is_for_one_device
+from jamp._lowerings.own_primitives import (
+    has_whole_arrays,
+    is_for_one_device,
+    is_on_cpu,
+    lowered,
+    program_of,
+)
 from jamp._lowerings.releases import KEEPS_BARRIERS
 
 Value = ir.Value[Any]
@@ -63,10 +67,10 @@ def lower_with_weights(
         # So that this product and one before can be one, and a weight is cast once.
         for late in filter(_is_ours, users):
             _loosen(late)
-    same = tuple(params.items())
+    params["weights"] = weights
     read = [at for at in alone if reads_as_is(at, *ctx.avals_in[:2], **params)]
     if read and has_whole_arrays(ctx):
-        return _as_is_or_cast(product, ctx, operands, read, weights, same)
+        return _as_is_or_cast(product, ctx, operands, read, params)
     # With two weights, both operands are there from the beginning.
     if alone and len(weights) == 1 and _takes_memory(weights[0], ctx.avals_in):
         (place,) = weights
@@ -78,7 +82,7 @@ def lower_with_weights(
             avals[place] = avals[2]
         else:
             taken[place] = _cast_after(other, weight, operands[place])
-    return _lowered(_program(product, tuple(avals), weights, same), ctx, taken)
+    return lowered(program_of(product, avals, params), ctx, taken)
 
 
 def _takes_memory(place: int, avals: Sequence[Any]) -> bool:
@@ -91,14 +95,14 @@ def _as_is_or_cast(
     ctx: mlir.LoweringRuleContext,
     operands: Sequence[Value],
     read: Sequence[int],
-    weights: tuple[int, ...],
-    params: tuple[tuple[str, Any], ...],
+    params: dict[str, Any],
 ) -> Any:
     """A product that reads weights as they are, and beside it one that casts them.
 
     The second is the branch that is never taken, until another product is found.
     """
     wide, avals, low = [*operands], [*ctx.avals_in], [*operands]
+    weights = params["weights"]
     for place in read:
         at = 2 + weights.index(place)
         wide[place], avals[place] = operands[at], avals[at]
@@ -108,58 +112,21 @@ def _as_is_or_cast(
     branches = hlo.CaseOp([made], first, 2)
     _mark(branches.operation)
     with ir.InsertionPoint(branches.regions[0].blocks.append()):
-        hlo.return_(
-            _lowered(_program(product, tuple(avals), weights, params), ctx, wide)
-        )
+        hlo.return_(lowered(program_of(product, avals, params), ctx, wide))
     with ir.InsertionPoint(branches.regions[1].blocks.append()):
         for place in read:
             weight = operands[2 + weights.index(place)]
             low[place] = _cast_again(weight, operands[place])
-        program = _program(product, tuple(ctx.avals_in), weights, params)
-        hlo.return_(_lowered(program, ctx, low))
+        hlo.return_(lowered(program_of(product, ctx.avals_in, params), ctx, low))
     # JAX keeps what this returns, and the branches may go.
     return [hlo.ConvertOp(made, branches.results[0]).result]
 
 
-@lru_cache
-def _program(
-    product: Primitive,
-    avals: tuple[Any, ...],
-    weights: tuple[int, ...],
-    params: tuple[tuple[str, Any], ...],
-) -> Any:
-    """A program of one product. To trace it takes longer than to lower it."""
-    bind = partial(product.bind, weights=weights, **dict(params))
-    return jax.make_jaxpr(bind)(*avals).jaxpr
-
-
-def _lowered(program: Any, ctx: mlir.LoweringRuleContext, operands: list[Value]) -> Any:
-    """What a program of one equation gives, of the source that is lowered."""
-    (eqn,) = program.eqns
-    source = eqn.source_info.replace(traceback=None)
-    eqn = eqn.replace(source_info=source, ctx=ctx.jaxpr_eqn_ctx)
-    results, _ = mlir.jaxpr_subcomp(
-        ctx.module_context.replace(
-            platforms=ctx.platforms or ctx.module_context.platforms
-        ),
-        program.replace(eqns=[eqn]),
-        ctx.name_stack,
-        ctx.tokens_in,
-        (),
-        *operands,
-        dim_var_values=ctx.dim_var_values,
-        const_lowering=ctx.const_lowering,
-        outer_traceback=ctx.traceback,
-    )
-    return results
-
-
 def _on_one_cpu(ctx: mlir.LoweringRuleContext) -> bool:
     module = ctx.module_context
-    on_cpu = tuple(module.platforms) == ("cpu",)
     # An exported program may be called in a loop.
     exported = module.lowering_parameters.for_export
-    return on_cpu and is_for_one_device(ctx) and not exported
+    return is_on_cpu(ctx) and is_for_one_device(ctx) and not exported
 
 
 def _transpose_before(value: Value) -> Any:

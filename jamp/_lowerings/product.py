@@ -1,16 +1,23 @@
 """Matrix products of 16-bit arrays, and what they become on CPUs."""
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jamp._dtypes import BFLOAT16, FLOAT16, FLOAT32, LOW_DTYPES, DType, size_of
+from jamp._dtypes import BFLOAT16, FLOAT16, FLOAT32, LOW_DTYPES, DType
 from jamp._lowerings.bilinear import PRECISION, Taken, define
+from jamp._lowerings.factors import (
+    DimensionNumbers,
+    Dims,
+    Factor,
+    factors_of,
+    remaining,
+    size_along,
+)
 from jamp._lowerings.processor import this_processor
 from jamp._lowerings.releases import KEEPS_BARRIERS, ROUNDS_PRODUCTS
 
@@ -32,24 +39,23 @@ _ACROSS = 4
 # Of stacks with fewer multiplications in each, XLA makes loops up to JAX 0.11.0.
 _LOOPED_BELOW = 2**9
 
-Dims = tuple[int, ...]
-DimensionNumbers = tuple[tuple[Dims, Dims], tuple[Dims, Dims]]
-
 
 def _product_on_cpu(lhs: Any, rhs: Any, taken: Taken, params: dict[str, Any]) -> Any:
     dims, to = params["dimension_numbers"], params["preferred_element_type"]
     sharding = params["out_sharding"]
     weights = {*taken.late} & {*params["weights"]}
-    if taken.whole and any(_reads_as_is(at, lhs, rhs, **params) for at in weights):
+    as_is = bool(taken.late) and _is_in_float32(lhs, rhs, **params)
+    as_is |= any(_reads_as_is(at, lhs, rhs, **params) for at in weights)
+    if taken.whole and as_is:
         lhs, rhs = (lax.convert_element_type(a, FLOAT32) for a in taken.wide)
         multiply = partial(_by_xla, to=to, out_sharding=sharding, in_float32=True)
         if sharding is None:
-            return _in_best_order(*_factors(lhs, rhs, dims), multiply)
+            return _in_best_order(*factors_of(lhs, rhs, dims), multiply)
         return multiply(lhs, rhs, dims)
     if taken.whole and sharding is None:
         return multiply_on_cpu(lhs, rhs, dims, to)
     fast = lhs.dtype == BFLOAT16 and this_processor().has_fast_products
-    if fast and not _is_looped(*_factors(lhs, rhs, dims)):
+    if fast and not _is_looped(*factors_of(lhs, rhs, dims)):
         return _by_instructions(lhs, rhs, dims, to, sharding, whole=False)
     # Of sharded operands XLA would send float32 copies. It has no loop for 16 bits that
     # gives float32.
@@ -62,7 +68,7 @@ def multiply_on_cpu(lhs: Any, rhs: Any, dims: DimensionNumbers, to: DType) -> An
     The arrays are on one device.
     """
     processor = this_processor()
-    factors = _factors(lhs, rhs, dims)
+    factors = factors_of(lhs, rhs, dims)
     fast = lhs.dtype == BFLOAT16 and processor.has_fast_products
     if fast and not _is_slow(*factors):
         return _in_two_rows(*factors, to)
@@ -95,53 +101,6 @@ def _by_xla(
     )
 
 
-class _Factor(NamedTuple):
-    """An operand of a product.
-
-    Attributes:
-      array: the operand.
-      added: its contracted dimensions.
-      batch: those that both operands have.
-      free: the others, which count its rows.
-    """
-
-    array: Any
-    added: Dims
-    batch: Dims
-    free: Sequence[int]
-
-    @property
-    def rows(self) -> float:
-        return _size(self.array, self.free)
-
-    @property
-    def size(self) -> float:
-        return _size(self.array, range(self.array.ndim))
-
-    @property
-    def moved_on_the_left(self) -> float:
-        """How many numbers are moved if the contracted dimensions have to come last."""
-        return self._moved(self.free, self.added)
-
-    @property
-    def moved_on_the_right(self) -> float:
-        """The same if they have to come first."""
-        return self._moved(self.added, self.free)
-
-    def _moved(self, first: Sequence[int], last: Sequence[int]) -> float:
-        if max(first, default=-1) < min(last, default=self.array.ndim):
-            return 0
-        return self.size
-
-
-def _factors(lhs: Any, rhs: Any, dims: DimensionNumbers) -> tuple[_Factor, _Factor]:
-    left, right = (
-        _Factor(array, added, batch, _others(array.ndim, added, batch))
-        for array, added, batch in zip((lhs, rhs), *dims, strict=True)
-    )
-    return left, right
-
-
 def _reads_as_is(
     place: int,
     lhs: Any,
@@ -159,9 +118,9 @@ def _reads_as_is(
     processor = this_processor()
     if dtype != BFLOAT16 or not processor.of_x86:
         return False
-    factors = _factors(lhs, rhs, dimension_numbers)
-    if not processor.has_fast_products or _is_slow(*factors):
+    if _is_in_float32(lhs, rhs, dtype=dtype, dimension_numbers=dimension_numbers):
         return True
+    factors = factors_of(lhs, rhs, dimension_numbers)
     matrix, rows = factors[place], factors[1 - place].rows
     first = matrix.batch == tuple(range(len(matrix.batch)))
     as_it_is = first and 0 in (matrix.moved_on_the_left, matrix.moved_on_the_right)
@@ -169,15 +128,34 @@ def _reads_as_is(
     return as_it_is and rows <= (_UNCAST_ROWS_OF_FEW if few else _UNCAST_ROWS)
 
 
-def _is_slow(left: _Factor, right: _Factor) -> bool:
+def _is_in_float32(
+    lhs: Any,
+    rhs: Any,
+    *,
+    dtype: DType,
+    dimension_numbers: DimensionNumbers,
+    **params: Any,
+) -> bool:
+    """Whether a product of bfloat16 arrays on one device is in float32.
+
+    One of float16 keeps what it overflows to.
+    """
+    processor = this_processor()
+    if dtype != BFLOAT16 or not processor.of_x86:
+        return False
+    slow = _is_slow(*factors_of(lhs, rhs, dimension_numbers))
+    return slow or not processor.has_fast_products
+
+
+def _is_slow(left: Factor, right: Factor) -> bool:
     """Whether float32 is faster than the instructions for bfloat16 that there are.
 
     So it is where nothing is added up, which XLA does element by element, for a row and
     what stays in the cache, and on some processors where casts take little time.
     """
-    if _size(left.array, left.added) == 1 or _is_looped(left, right):
+    if size_along(left.array, left.added) == 1 or _is_looped(left, right):
         return True
-    size, stack = max(left.size, right.size), _size(left.array, left.batch)
+    size, stack = max(left.size, right.size), size_along(left.array, left.batch)
     few = size <= _FEW_NUMBERS or size < _FEW_OF_EACH * stack
     if few and 1 in (left.rows, right.rows):
         return True
@@ -185,17 +163,17 @@ def _is_slow(left: _Factor, right: _Factor) -> bool:
     return this_processor().is_held_back and (many or size < _LARGE)
 
 
-def _is_looped(left: _Factor, right: _Factor) -> bool:
+def _is_looped(left: Factor, right: Factor) -> bool:
     """Whether XLA makes a loop of a stack of small matrices.
 
     It ends the process where it has found a transposed result better, which it can't
     write so; the barriers behind products by instructions keep that from going away.
     """
-    multiplications = _size(left.array, left.added) * left.rows * right.rows
+    multiplications = size_along(left.array, left.added) * left.rows * right.rows
     return bool(left.batch) and not KEEPS_BARRIERS and multiplications < _LOOPED_BELOW
 
 
-def _in_two_rows(left: _Factor, right: _Factor, to: DType) -> Any:
+def _in_two_rows(left: Factor, right: Factor, to: DType) -> Any:
     """A product by instructions, of a single row as of two.
 
     XLA multiplies a row and a matrix of bfloat16 in float32, for which it writes out
@@ -212,19 +190,19 @@ def _in_two_rows(left: _Factor, right: _Factor, to: DType) -> Any:
 
 
 def _in_best_order(
-    left: _Factor, right: _Factor, multiply: Callable[..., Any], *, fast: bool = False
+    left: Factor, right: Factor, multiply: Callable[..., Any], *, fast: bool = False
 ) -> Any:
     """A product with its operands swapped, if that moves fewer numbers.
 
     The result is moved then, or what reads that of a single product reads it across.
     """
 
-    def product(left: _Factor, right: _Factor) -> Any:
+    def product(left: Factor, right: Factor) -> Any:
         numbers = (left.added, right.added), (left.batch, right.batch)
         return multiply(left.array, right.array, numbers)
 
     batches = len(left.batch)
-    size = _size(left.array, left.batch) * left.rows * right.rows
+    size = size_along(left.array, left.batch) * left.rows * right.rows
     swapped = _moved(right, left, fast=fast) + (size if batches else _ACROSS * size)
     if swapped >= _moved(left, right, fast=fast):
         return product(left, right)
@@ -234,7 +212,7 @@ def _in_best_order(
     return lax.transpose(result, order)
 
 
-def _moved(left: _Factor, right: _Factor, *, fast: bool) -> float:
+def _moved(left: Factor, right: Factor, *, fast: bool) -> float:
     """How many numbers XLA moves for a product that may go by instructions.
 
     It has no fast path for stacks of matrices in which the contracted dimension is not
@@ -250,7 +228,7 @@ def _moved(left: _Factor, right: _Factor, *, fast: bool) -> float:
     )
 
 
-def _row_by_matrix(row: _Factor, matrix: _Factor, to: DType) -> Any:
+def _row_by_matrix(row: Factor, matrix: Factor, to: DType) -> Any:
     """The product of a single row and a matrix, without the dimensions of the row.
 
     A matrix whose rows are added up is taken as two of half as many.
@@ -261,7 +239,7 @@ def _row_by_matrix(row: _Factor, matrix: _Factor, to: DType) -> Any:
     if not start and matrix.added == (0,) and array.size % 2 == 0:
         whole = array, matrix.array
         halves = [a.reshape(2, a.shape[0] // 2, *a.shape[1:]) for a in whole]
-        row, matrix = (_Factor(a, (1,), (0,), range(2, a.ndim)) for a in halves)
+        row, matrix = (Factor(a, (1,), (0,), range(2, a.ndim)) for a in halves)
         both = _row_by_matrix(row, matrix, FLOAT32)
         return lax.convert_element_type(both[0] + both[1], to)
     rows = jnp.stack([array, array], start)
@@ -333,21 +311,11 @@ def _rounds(lhs: Any, rhs: Any, dims: DimensionNumbers) -> bool:
 
     Sizes that are not known count as large.
     """
-    left, right = _factors(lhs, rhs, dims)
-    free, added = right.rows, _size(rhs, right.added)
+    left, right = factors_of(lhs, rhs, dims)
+    free, added = right.rows, size_along(rhs, right.added)
     if not ROUNDS_PRODUCTS or left.size * free < _ROUNDED_FROM:
         return False
     return not this_processor().has_amx or added <= _MOST_ADDED or free >= _WIDE * added
-
-
-def _size(array: Any, dims: Iterable[int]) -> float:
-    size = size_of(array.shape[d] for d in dims)
-    return math.inf if size is None else size
-
-
-def _others(ndim: int, *dims: Sequence[int]) -> Dims:
-    taken = {d for some in dims for d in some}
-    return tuple(d for d in range(ndim) if d not in taken)
 
 
 def _gradient(place: int, cotangent: Any, *factors: Any, **params: Any) -> Any:
@@ -360,22 +328,28 @@ def _gradient(place: int, cotangent: Any, *factors: Any, **params: Any) -> Any:
     aval, sides = wanted.aval, [*zip(*params["dimension_numbers"], strict=True)]
     own, others = reversed(sides) if place else sides
     (contracting, batch), (other_contracting, other_batch) = own, others
-    kept = _others(aval.ndim, contracting, batch)
-    other_kept = _others(other.ndim, other_contracting, other_batch)
+    kept = remaining(aval.ndim, contracting, batch)
+    other_kept = remaining(other.ndim, other_contracting, other_batch)
     start = len(batch) + (0 if place else len(kept))
     in_cotangent = tuple(range(start, start + len(other_kept)))
     batched = tuple(range(len(batch)))
     contracted = [contracting[i] for i in np.argsort(other_contracting)]
     cotangent_first = [*batch, *kept, *contracted]
     other_first = [*batch, *contracted, *kept]
+    # What was saved in 16 bits is read so where many products are in float32: it takes
+    # half the memory.
+    as_saved = 1 - place not in params["rounded"] or not this_processor().gains
     if other_first == sorted(other_first) != cotangent_first:
         numbers = (other_kept, in_cotangent), (tuple(other_batch), batched)
         factors, order = (other, cotangent), other_first
+        rounded = (1,) if as_saved else (0, 1)
     else:
         numbers = (in_cotangent, other_kept), (batched, tuple(other_batch))
         factors, order = (cotangent, other), cotangent_first
+        rounded = (0,) if as_saved else (0, 1)
     params = {
         **params,
+        "rounded": rounded,
         "dimension_numbers": numbers,
         "preferred_element_type": aval.dtype,
         "out_sharding": _sharding_in(aval, order),
@@ -396,5 +370,5 @@ def _sharding_in(aval: Any, order: Sequence[int]) -> Any:
 
 
 product_p, product_of_weights_p = define(
-    lax.dot_general_p, _product_on_cpu, _gradient, _reads_as_is
+    lax.dot_general_p, _product_on_cpu, _gradient, _reads_as_is, _is_in_float32
 )

@@ -112,6 +112,12 @@ class Bind(Run):
     # Which operands are casts of weights: these, in float32, are its last operands.
     weights: tuple[int, ...] = ()
 
+    @property
+    def rounded(self) -> tuple[int, ...]:
+        """Which operands were cast from float32 by a rule, and not by the program."""
+        places = enumerate(self.operands[: len(self.eqn.invars)])
+        return tuple(place for place, value in places if value.source is not None)
+
 
 @dataclass(frozen=True, eq=False)
 class Float32Call(Run):
