@@ -121,13 +121,13 @@ def define(
     of_any, product = (like(of_jax, abstract_eval) for _ in range(2))
     on_cpus = (partial(run_on_cpu, whole) for whole in (False, True))
     register(of_any, partial(_run, of_jax), *on_cpus)
-    rule = partial(lower_unrounded, of_any, is_in_float32)
-    mlir.register_lowering(product, rule, cacheable=False)
+    lower = partial(lower_unrounded, of_any, is_in_float32)
+    mlir.register_lowering(product, lower, cacheable=False)
     define_rules(product, product)
     of_weights, differentiated = (like(of_jax, abstract_eval) for _ in range(2))
     for primitive in (of_weights, differentiated):
         again = primitive is differentiated
-        rule = partial(lower_with_weights, product, again, reads_as_is)
+        rule = partial(lower_with_weights, lower, again, reads_as_is)
         mlir.register_lowering(primitive, rule, cacheable=False)
         define_rules(primitive, differentiated)
     return product, of_weights

@@ -13,7 +13,6 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import func
 from jax.extend.mlir.dialects import stablehlo as hlo
@@ -23,8 +22,6 @@ from jamp._lowerings.own_primitives import (
     has_whole_arrays,
     is_for_one_device,
     is_on_cpu,
-    lowered,
-    program_of,
 )
 from jamp._lowerings.releases import KEEPS_BARRIERS
 
@@ -44,7 +41,7 @@ _MUCH_LARGER = 16
 
 
 def lower_with_weights(
-    product: Primitive,
+    lower: Callable[..., Any],
     differentiated: bool,
     reads_as_is: Callable[..., bool],
     ctx: mlir.LoweringRuleContext,
@@ -70,7 +67,7 @@ def lower_with_weights(
     params["weights"] = weights
     read = [at for at in alone if reads_as_is(at, *ctx.avals_in[:2], **params)]
     if read and has_whole_arrays(ctx):
-        return _as_is_or_cast(product, ctx, operands, read, params)
+        return _as_is_or_cast(lower, ctx, operands, read, params)
     # With two weights, both operands are there from the beginning.
     if alone and len(weights) == 1 and _takes_memory(weights[0], ctx.avals_in):
         (place,) = weights
@@ -82,7 +79,7 @@ def lower_with_weights(
             avals[place] = avals[2]
         else:
             taken[place] = _cast_after(other, weight, operands[place])
-    return lowered(program_of(product, avals, params), ctx, taken)
+    return lower(ctx.replace(avals_in=avals), *taken, **params)
 
 
 def _takes_memory(place: int, avals: Sequence[Any]) -> bool:
@@ -91,7 +88,7 @@ def _takes_memory(place: int, avals: Sequence[Any]) -> bool:
 
 
 def _as_is_or_cast(
-    product: Primitive,
+    lower: Callable[..., Any],
     ctx: mlir.LoweringRuleContext,
     operands: Sequence[Value],
     read: Sequence[int],
@@ -112,12 +109,12 @@ def _as_is_or_cast(
     branches = hlo.CaseOp([made], first, 2)
     _mark(branches.operation)
     with ir.InsertionPoint(branches.regions[0].blocks.append()):
-        hlo.return_(lowered(program_of(product, avals, params), ctx, wide))
+        hlo.return_(lower(ctx.replace(avals_in=avals), *wide, **params))
     with ir.InsertionPoint(branches.regions[1].blocks.append()):
         for place in read:
             weight = operands[2 + weights.index(place)]
             low[place] = _cast_again(weight, operands[place])
-        hlo.return_(lowered(program_of(product, ctx.avals_in, params), ctx, low))
+        hlo.return_(lower(ctx, *low, **params))
     # JAX keeps what this returns, and the branches may go.
     return [hlo.ConvertOp(made, branches.results[0]).result]
 

@@ -1,7 +1,7 @@
 """Primitives of jamp's own under JAX's names, with other code or other derivatives."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -57,46 +57,6 @@ def register(
 
     mlir.register_lowering(primitive, everywhere)
     mlir.register_lowering(primitive, rule, platform="cpu")
-
-
-@lru_cache
-def _program(
-    primitive: Primitive,
-    avals: tuple[Any, ...],
-    params: tuple[tuple[str, Any], ...],
-) -> Any:
-    bind = partial(primitive.bind, **dict(params))
-    return jax.make_jaxpr(bind)(*avals).jaxpr
-
-
-def program_of(
-    primitive: Primitive, avals: Sequence[Any], params: dict[str, Any]
-) -> Any:
-    """A program of one equation. To trace it takes longer than to lower it."""
-    return _program(primitive, tuple(avals), tuple(params.items()))
-
-
-def lowered(
-    program: Any, ctx: mlir.LoweringRuleContext, operands: Sequence[Any]
-) -> Any:
-    """What a program of one equation gives, of the source that is lowered."""
-    (eqn,) = program.eqns
-    source = eqn.source_info.replace(traceback=None)
-    eqn = eqn.replace(source_info=source, ctx=ctx.jaxpr_eqn_ctx)
-    results, _ = mlir.jaxpr_subcomp(
-        ctx.module_context.replace(
-            platforms=ctx.platforms or ctx.module_context.platforms
-        ),
-        program.replace(eqns=[eqn]),
-        ctx.name_stack,
-        ctx.tokens_in,
-        (),
-        *operands,
-        dim_var_values=ctx.dim_var_values,
-        const_lowering=ctx.const_lowering,
-        outer_traceback=ctx.traceback,
-    )
-    return results
 
 
 def is_on_cpu(ctx: mlir.LoweringRuleContext) -> bool:

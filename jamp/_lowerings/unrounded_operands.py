@@ -3,9 +3,11 @@
 On CPUs XLA rounds to 16 bits in a pass of its own, and widens what it gets in another.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
+import jax
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
@@ -14,8 +16,6 @@ from jamp._dtypes import FLOAT32, in_dtype
 from jamp._lowerings.own_primitives import (
     has_whole_arrays,
     is_on_cpu,
-    lowered,
-    program_of,
 )
 
 _CONVERT = "stablehlo.convert"
@@ -41,7 +41,8 @@ def lower_unrounded(
         if wide is not None:
             taken[place], avals[place] = wide, in_dtype(avals[place], FLOAT32)
     # What is known of operands makes no difference to the product itself.
-    return lowered(program_of(product, avals, {**params, "rounded": ()}), ctx, taken)
+    program = _program_of(product, avals, {**params, "rounded": ()})
+    return _lowered(program, ctx, taken)
 
 
 def _before_cast(value: Any) -> Any:
@@ -50,3 +51,43 @@ def _before_cast(value: Any) -> Any:
         return None
     (wide,) = value.owner.operands
     return wide if wide.type.element_type == ir.F32Type.get() else None
+
+
+@lru_cache
+def _traced(
+    primitive: Primitive,
+    avals: tuple[Any, ...],
+    params: tuple[tuple[str, Any], ...],
+) -> Any:
+    bind = partial(primitive.bind, **dict(params))
+    return jax.make_jaxpr(bind)(*avals).jaxpr
+
+
+def _program_of(
+    primitive: Primitive, avals: Sequence[Any], params: dict[str, Any]
+) -> Any:
+    """A program of one equation. To trace it takes longer than to lower it."""
+    return _traced(primitive, tuple(avals), tuple(params.items()))
+
+
+def _lowered(
+    program: Any, ctx: mlir.LoweringRuleContext, operands: Sequence[Any]
+) -> Any:
+    """What a program of one equation gives, of the source that is lowered."""
+    (eqn,) = program.eqns
+    source = eqn.source_info.replace(traceback=None)
+    eqn = eqn.replace(source_info=source, ctx=ctx.jaxpr_eqn_ctx)
+    results, _ = mlir.jaxpr_subcomp(
+        ctx.module_context.replace(
+            platforms=ctx.platforms or ctx.module_context.platforms
+        ),
+        program.replace(eqns=[eqn]),
+        ctx.name_stack,
+        ctx.tokens_in,
+        (),
+        *operands,
+        dim_var_values=ctx.dim_var_values,
+        const_lowering=ctx.const_lowering,
+        outer_traceback=ctx.traceback,
+    )
+    return results
