@@ -265,8 +265,7 @@ def _emit_bind(emitter: Emitter, action: Bind, arrays: Arrays) -> Arrays:
     if action.dtypes is not None:
         avals = _dtypes.all_in_dtypes(eqn.invars, action.dtypes)
         to = action.results[0].dtype
-        known = action.weights, action.rounded
-        primitive, params = bound_as(eqn, avals, *known, to)
+        primitive, params = bound_as(eqn, avals, action.weights, action.rounded, to)
     as_traced = action.caster.record.ruling.rule is Rule.AS_TRACED
     if as_traced or eqn.effects or only_staged(arrays):
         return bind_primitive(primitive, params, arrays)

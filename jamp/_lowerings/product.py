@@ -336,20 +336,18 @@ def _gradient(place: int, cotangent: Any, *factors: Any, **params: Any) -> Any:
     contracted = [contracting[i] for i in np.argsort(other_contracting)]
     cotangent_first = [*batch, *kept, *contracted]
     other_first = [*batch, *contracted, *kept]
-    # What was saved in 16 bits is read so where many products are in float32: it takes
-    # half the memory.
-    as_saved = 1 - place not in params["rounded"] or not this_processor().gains
     if other_first == sorted(other_first) != cotangent_first:
         numbers = (other_kept, in_cotangent), (tuple(other_batch), batched)
-        factors, order = (other, cotangent), other_first
-        rounded = (1,) if as_saved else (0, 1)
+        factors, order, rounded = (other, cotangent), other_first, (1,)
     else:
         numbers = (in_cotangent, other_kept), (batched, tuple(other_batch))
-        factors, order = (cotangent, other), cotangent_first
-        rounded = (0,) if as_saved else (0, 1)
+        factors, order, rounded = (cotangent, other), cotangent_first, (0,)
+    # What was saved in 16 bits is read so where many products are in float32: it takes
+    # half the memory.
+    both = 1 - place in params["rounded"] and this_processor().gains
     params = {
         **params,
-        "rounded": rounded,
+        "rounded": (0, 1) if both else rounded,
         "dimension_numbers": numbers,
         "preferred_element_type": aval.dtype,
         "out_sharding": _sharding_in(aval, order),

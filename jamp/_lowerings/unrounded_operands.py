@@ -34,7 +34,7 @@ def lower_unrounded(
     This depends on what is around it, so that JAX can't keep it for others like it.
     """
     taken, avals = [*operands], [*ctx.avals_in]
-    on_cpu = is_on_cpu(ctx) and has_whole_arrays(ctx)
+    on_cpu = bool(rounded) and is_on_cpu(ctx) and has_whole_arrays(ctx)
     as_they_were = on_cpu and is_in_float32(*avals[:2], **params)
     for place in rounded if as_they_were else ():
         wide = _before_cast(operands[place])
