@@ -2,28 +2,24 @@
 
 import math
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from itertools import chain, product, takewhile
-from types import CodeType
+from itertools import chain, product
 from typing import Any
 
-from jamp._compat import frames
 from jamp._diagnose import judge
 from jamp._diagnose.diagnosis import Suggestion
 from jamp._diagnose.judge import Examination, Fault
 from jamp._diagnose.measure import Measured
+from jamp._diagnose.names import codes_around, leads_to, name_of
 from jamp._diagnose.program import Settings, Subject
 from jamp._dtypes import BFLOAT16, FLOAT16, narrow
 from jamp._policy.functions import Function
 from jamp._policy.policy import Policy
-from jamp._tracing import trace
-from jamp._tracing.locations import is_users, stem_of
+from jamp._tracing.locations import stem_of
 from jamp._tracing.options import Options
 
-_TRACE = trace.trace.__code__.co_filename
 # A suggested loss scale leaves room for gradients that are larger.
 HEADROOM = 4.0
 # A rule that takes back more of the 16-bit results, or matmuls, is a last resort.
@@ -49,7 +45,7 @@ class Change:
             case "loss_scale":
                 return output.scaled
             case "function":
-                return self.value.resolve() in _codes(output)[0]
+                return self.value.resolve() in codes_around(output)[0]
             case "scope":
                 return bool(output.scope[: len(self.value)] == self.value)
             case "primitive":
@@ -149,53 +145,15 @@ def _scales(output: Measured, examination: Examination) -> list[Change]:
 def _functions(output: Measured, settings: Settings) -> list[Change]:
     """Functions that the output was emitted in, innermost first, each as a rule."""
     listed = settings.options.policy.function_codes
-    codes, outside = _codes(output)
-    functions = [
-        listed[code] if code in listed else Function(_dotted(code), code)
-        for code in dict.fromkeys(codes)
-        if code in listed or _is_nameable(code, outside)
-    ]
+    codes, diagnosed = codes_around(output)
+    functions = []
+    for code in dict.fromkeys(codes):
+        name = listed[code].name if code in listed else None
+        if name is None or not leads_to(name, code):
+            name = name_of(code, diagnosed)
+        if name is not None:
+            functions.append(Function(name, code))
     return [Change("function", f, f"computes {f.name} in float32") for f in functions]
-
-
-def _codes(output: Measured) -> tuple[list[CodeType], CodeType | None]:
-    """Code of the functions around an output, innermost first, and of the outermost.
-
-    What JAX traced on its own, such as a branch or what `jax.jit` holds, has frames up
-    to there only; the callers have the others.
-    """
-    codes: list[CodeType] = []
-    for eqn in output.eqns:
-        found, _ = frames(eqn)
-        codes += takewhile(lambda code: code.co_filename != _TRACE, found)
-    users = [code for code in codes if is_users(code.co_filename)]
-    if not users:
-        return [], None
-    return [code for code in codes if code is not users[-1]], users[-1]
-
-
-def _is_nameable(code: CodeType, diagnosed: CodeType | None) -> bool:
-    """Whether there is a name for a function where the diagnosed one is defined."""
-    if diagnosed is None or not is_users(code.co_filename) or "<" in code.co_name:
-        return False
-    around, local, _ = code.co_qualname.rpartition("<locals>.")
-    same = code.co_filename == diagnosed.co_filename
-    return not local or (same and diagnosed.co_qualname.startswith(around + local))
-
-
-def _dotted(code: CodeType) -> str:
-    """The name by which a policy finds the function of a code object, if it can."""
-    qualname = code.co_qualname.removesuffix(".__call__")
-    for module, loaded in list(sys.modules.items()):
-        here = getattr(loaded, "__file__", None) == code.co_filename
-        name = f"{module}.{qualname}"
-        if here and module != "__main__" and _leads_to(name, code):
-            return name
-    return qualname.rpartition("<locals>.")[2]
-
-
-def _leads_to(name: str, code: CodeType | None) -> bool:
-    return code is not None and Function(name, required=False).resolve() is code
 
 
 def _primitives(output: Measured, others: list[Measured]) -> Iterator[Change]:
@@ -346,7 +304,7 @@ def _suggest(
 
 
 def _with_rules(changes: Sequence[Change]) -> str:
-    entries = [_entry(c.value) for c in changes if c.kind != "scope"]
+    entries = [_entry(c) for c in changes if c.kind != "scope"]
     scopes = [_scoped("/".join(c.value)) for c in changes if c.kind == "scope"]
     rules = [f".with_rules(float32=[{', '.join(entries)}])"] if entries else []
     return "".join([*rules, *scopes])
@@ -383,10 +341,9 @@ def _call(options: Options) -> str:
     return f'jamp.autocast(fn, device_type="{options.device_type}"{dtype}{policy})'
 
 
-def _entry(value: Any) -> str:
-    if not isinstance(value, Function):
-        return f'"{value}"'
-    if _leads_to(value.name, value.resolve()):
-        return f'"{value.name}"'
-    # No dotted name leads to the function, so the suggestion names the object.
-    return value.name.rpartition("<locals>.")[2]
+def _entry(change: Change) -> str:
+    """An entry of a policy, as code: an object where no dotted name leads to it."""
+    if change.kind != "function":
+        return f'"{change.value}"'
+    name = change.value.name
+    return f'"{name}"' if leads_to(name, change.value.resolve()) else name

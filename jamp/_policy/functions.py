@@ -24,12 +24,14 @@ def code_of(obj: Any) -> CodeType | None:
     """The code object that runs when `obj` is called, or None if there is none.
 
     Looks through partials, jit, custom_jvp and every decorator that keeps
-    `__wrapped__`; a class stands for its `__call__` method.
+    `__wrapped__`; a class stands for its `__call__` method, a property for what
+    computes it.
     """
     if inspect.isclass(obj):
         # Not that of its metaclass, which makes the instances.
         own = (vars(kind).get("__call__") for kind in obj.__mro__)
         obj = next(filter(None, own), None)
+    obj = _getter(obj)
     for _ in range(_MOST_WRAPPERS):
         if inlined(obj):
             raise PolicyError(
@@ -49,6 +51,13 @@ def code_of(obj: Any) -> CodeType | None:
     raise PolicyError(f"{obj!r} wraps itself: its __wrapped__ never ends")
 
 
+def _getter(obj: Any) -> Any:
+    """The function that computes a property; anything else as it is."""
+    if isinstance(obj, functools.cached_property):
+        return obj.func
+    return obj.fget if isinstance(obj, property) else obj
+
+
 @dataclass(frozen=True)
 class Function:
     name: str  # dotted, as shown in reports
@@ -62,6 +71,7 @@ class Function:
 
     @classmethod
     def of(cls, obj: Any) -> Self:
+        obj = _getter(obj)
         code, kind = code_of(obj), type(obj)
         if code is None and not hasattr(obj, "__name__") and code_of(kind) is not None:
             raise PolicyError(

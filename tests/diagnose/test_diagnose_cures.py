@@ -86,6 +86,69 @@ def test_a_function_that_is_local_to_where_the_diagnosed_one_is_defined_is_named
     np.testing.assert_allclose(cured, fn(X), rtol=0.01)
 
 
+class Energy:
+    """Computes squares in every kind of method."""
+
+    def __init__(self, x):
+        self.x = x
+
+    @property
+    def of_property(self):
+        return self.x * self.x
+
+    @staticmethod
+    def of_static(h):
+        return h * h
+
+    @classmethod
+    def of_class(cls, h):
+        return h * h
+
+    def __private(self):
+        return self.x * self.x
+
+    def of_private(self):
+        return self.__private()
+
+
+@pytest.mark.parametrize(
+    "name, compute",
+    [
+        ("Energy.of_property", lambda h: Energy(h).of_property),
+        ("Energy.of_static", Energy.of_static),
+        ("Energy.of_class", Energy.of_class),
+        ("Energy._Energy__private", lambda h: Energy(h).of_private()),
+    ],
+)
+def test_the_rule_for_a_method_of_any_kind_can_be_pasted(name, compute):
+    def fn(x):
+        return mean(compute(x @ EYE))
+
+    (suggestion,) = diagnose(fn)(X).suggestions
+    assert f'"{__name__}.{name}"' in suggestion.code
+    cured = pasted(suggestion.code, fn, {})(X)
+    np.testing.assert_allclose(cured, fn(X), rtol=0.01)
+
+
+def unmarked(fn):
+    """A decorator that does not keep `__wrapped__`."""
+    return lambda *args: fn(*args)
+
+
+@unmarked
+def decorated(h):
+    return h * h
+
+
+def test_what_has_the_name_of_its_decorators_function_is_not_named():
+    def fn(x):
+        return mean(decorated(x @ EYE))
+
+    (suggestion,) = diagnose(fn)(X).suggestions
+    assert suggestion.cured
+    assert "decorated" not in suggestion.code
+
+
 def test_the_call_that_is_suggested_keeps_the_users_policy_and_device():
     policy = jamp.Policy.load("gpu").with_rules(lower=["jax.nn.softmax"])
 

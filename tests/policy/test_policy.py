@@ -1,6 +1,7 @@
 """Policies as data: loading, deriving, asking, printing, comparing."""
 
 import dataclasses
+import functools
 import itertools
 import pickle
 import re
@@ -105,6 +106,21 @@ class Layer:
         return jnp.sin(x)
 
 
+class Wave:
+    """A class whose numbers are properties."""
+
+    def __init__(self, x):
+        self.x = x
+
+    @property
+    def height(self):
+        return jnp.sin(self.x)
+
+    @functools.cached_property
+    def depth(self):
+        return jnp.sin(self.x)
+
+
 @pytest.mark.parametrize("entry", ["sin", lax.sin_p])
 def test_with_rules_takes_primitives(entry):
     policy = GPU.with_rules(lower=[entry])
@@ -142,6 +158,18 @@ def test_with_rules_takes_a_jitted_function_a_class_and_a_method():
     assert under(GPU.with_rules(lower=[jitted]), jitted) == "float16"
     assert under(GPU.with_rules(lower=[Layer]), Layer()) == "float16"
     assert under(GPU.with_rules(lower=[Layer.__call__]), Layer()) == "float16"
+
+
+@pytest.mark.parametrize("name", ["height", "depth"])
+def test_with_rules_takes_a_property_as_what_computes_it(name):
+    def read(x):
+        return getattr(Wave(x), name)
+
+    by_object = GPU.with_rules(lower=[vars(Wave)[name]])
+    by_name = GPU.with_rules(lower=[f"{__name__}.Wave.{name}"])
+    found = [under(policy, read) for policy in (GPU, by_object, by_name)]
+    assert found == ["float32", "float16", "float16"]
+    assert f"Wave.{name}" in str(by_object)
 
 
 def test_with_rules_overrides_and_leaves_the_original_alone():
