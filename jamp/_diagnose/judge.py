@@ -221,7 +221,9 @@ def examine(
     limit = error_limit(settings.options.dtype, measured)
     verdict = verdict_of(outcomes, limit)
     if verdict.spoiled and _is_as_it_runs(settings):
-        outcomes = _as_it_runs(subject, settings, outcomes)
+        # A gradient that it takes of a part under autocast is one of a program in which
+        # products give float32 for weights; the walk rounds it.
+        outcomes = _run(subject.program(settings, "by itself"), outcomes)
         verdict = verdict_of(outcomes, limit)
     if verdict.spoiled and not any(math.isinf(outcome.error) for outcome in outcomes):
         # Where a result or a step to it is wrong, so is a gradient.
@@ -235,19 +237,6 @@ def examine(
 def _is_as_it_runs(settings: Settings) -> bool:
     """Whether nothing is changed of a function that is under autocast in parts."""
     return settings.options.source == OUTSIDE and not settings.regions
-
-
-def _as_it_runs(
-    subject: Subject, settings: Settings, outcomes: Sequence[Outcome]
-) -> list[Outcome]:
-    """Outcomes of the function itself, whose parts are not walked through.
-
-    A gradient that it takes of a part under autocast is one of a program in which
-    products give float32 for weights; the walk rounds it.
-    """
-    program = subject.program(settings, "by itself")
-    results = _compiled(program)(*program.arrays)
-    return [old.beside(results[old.index], old.pair.shadow) for old in outcomes]
 
 
 def _beside_float32_alone(
@@ -298,15 +287,23 @@ def _moved(
 
 def run_again(subject: Subject, settings: Settings, before: Examination) -> Verdict:
     """Runs a program compiled, and compares it with the float32 of an examination."""
-    program = subject.program(settings)
-    results = _compiled(program)(*program.arrays)
     factor = (settings.loss_scale or 1.0) / (before.settings.loss_scale or 1.0)
-    outcomes = []
-    for old in before.outcomes:
-        scale = np.float32(factor if old.gradient else 1.0)
-        shadow = np.asarray(old.pair.shadow) * scale
-        outcomes.append(old.beside(results[old.index], shadow))
+    outcomes = _run(subject.program(settings), before.outcomes, factor)
     return verdict_of(outcomes, error_limit(settings.options.dtype, before.measured))
+
+
+def _run(
+    program: Program, before: Sequence[Outcome], scale: float = 1.0
+) -> list[Outcome]:
+    """Outcomes of a compiled program beside float32's, whose gradients are scaled."""
+    results = _compiled(program)(*program.arrays)
+    return [
+        old.beside(
+            results[old.index],
+            np.asarray(old.pair.shadow) * (scale if old.gradient else 1.0),
+        )
+        for old in before
+    ]
 
 
 def _compiled(program: Program) -> Callable[..., Any]:
