@@ -8,7 +8,7 @@ feature by itself are sums; see docs/experiments.md.
 
 import itertools
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -80,13 +80,32 @@ def _convolve_on_cpu(
 def _convolved(lhs: Any, rhs: Any, shape: Shape, to: DType, wide: Any) -> Any:
     """A convolution without a dilated left operand."""
     outs = _out_sizes(lhs, rhs, shape)
-    window = math.prod(rhs.shape[d] for d in shape.dimension_numbers.rhs_spec[2:])
-    places = math.prod(outs)
+    form = _form_of(lhs, rhs, shape, outs)
+    if form is _by_xla:
+        return _by_xla(wide, rhs, shape, to)
+    if form not in (_by_windows, _by_places):
+        return form(wide, rhs, shape, outs, to)
+    count = _window(rhs, shape) if form is _by_windows else math.prod(outs)
+    if count == 1:
+        pictures = lhs
+    else:
+        # Pictures are rounded part by part: XLA would write them all, twice if they are
+        # padded in two ways. Where it moves 16 bits as float32, it rounds them all
+        # anyway.
+        pictures = rounded(wide) if MOVES_BFLOAT16_AS_FLOAT32 else wide
+    return form(pictures, rhs, shape, outs, to)
+
+
+def _form_of(
+    lhs: Any, rhs: Any, shape: Shape, outs: Sequence[int]
+) -> Callable[..., Any]:
+    """What computes a convolution without a dilated left operand."""
+    window, places = _window(rhs, shape), math.prod(outs)
     if places and is_depthwise(lhs, rhs, shape) and window <= _MOST_SLICES:
-        return depthwise(wide, rhs, shape, outs, to)
+        return depthwise
     of_weights = shape.batch_group_count > 1 and 0 < places <= _MOST_SLICES
     if of_weights and is_gradient_of_depthwise(lhs, rhs, shape):
-        return gradient_of_depthwise(wide, rhs, shape, outs, to)
+        return gradient_of_depthwise
     in_groups = shape.feature_group_count > 1 or shape.batch_group_count > 1
     worth = places and not in_groups and _are_worth(lhs, rhs, shape, window, places)
     by_window = window <= places and not of_weights
@@ -95,18 +114,15 @@ def _convolved(lhs: Any, rhs: Any, shape: Shape, to: DType, wide: Any) -> Any:
         large = window * into >= _LEAST_IN_TILES and reused >= _LEAST_REUSED_IF_FAST
         of_gradient = not by_window or math.prod(shape.rhs_dilation) > 1
         if window > 1 and (places > 1 if of_gradient else large and not worth):
-            return of_tiles(wide, rhs, shape, outs, to)
+            return of_tiles
     if not (of_weights or worth):
-        return _by_xla(wide, rhs, shape, to)
-    if (window if by_window else places) == 1:
-        pictures = lhs
-    else:
-        # Pictures are rounded part by part: XLA would write them all, twice if they are
-        # padded in two ways. Where it moves 16 bits as float32, it rounds them all
-        # anyway.
-        pictures = rounded(wide) if MOVES_BFLOAT16_AS_FLOAT32 else wide
-    convolve = _by_windows if by_window else _by_places
-    return convolve(pictures, rhs, shape, outs, to)
+        return _by_xla
+    return _by_windows if by_window else _by_places
+
+
+def _window(rhs: Any, shape: Shape) -> int:
+    """How many places the window has."""
+    return math.prod(rhs.shape[d] for d in shape.dimension_numbers.rhs_spec[2:])
 
 
 def _by_windows(
