@@ -46,11 +46,12 @@ def lower_unrounded(
 
 
 def _before_cast(value: Any) -> Any:
-    """The float32 that a value was cast from, if it is a cast."""
-    if not isinstance(value, ir.OpResult) or value.owner.name != _CONVERT:
-        return None
-    (wide,) = value.owner.operands
-    return wide if wide.type.element_type == ir.F32Type.get() else None
+    """The float32 that a value was cast from, if it is a cast, or one widened again."""
+    while isinstance(value, ir.OpResult) and value.owner.name == _CONVERT:
+        (value,) = value.owner.operands
+        if value.type.element_type == ir.F32Type.get():
+            return value
+    return None
 
 
 @lru_cache

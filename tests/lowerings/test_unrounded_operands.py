@@ -94,3 +94,19 @@ def test_float16_overflows_before_a_product(tmp_path):
     with processor_with("avx512_bf16", tmp_path), pytest.warns(jamp.JampWarning):
         found = jax.jit(fn)(jnp.ones_like(X), jnp.ones_like(Y))
     assert np.isinf(found).all()
+
+
+def test_what_a_loop_carries_is_read_as_it_was(tmp_path):
+    x = np.rint(X)  # What enters the loop is rounded outside of it.
+
+    def sums(tokens):
+        def step(total, token):
+            total = total + token
+            return total, jnp.einsum("bd,bnd->bn", x, total)
+
+        return jax.lax.scan(step, Y, tokens)[1]
+
+    tokens = np.stack([Y, 2 * Y, 3 * Y])
+    with processor_with("avx512_bf16", tmp_path):
+        found = jax.jit(cast(sums))(tokens)
+    np.testing.assert_array_equal(found, jax.jit(sums)(tokens).astype(LOW))
