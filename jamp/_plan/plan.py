@@ -308,7 +308,7 @@ class Caster:
             self.plan.append(Cast((value,), (result,), self, rounds))
         if share:
             value.casts[dtype] = result
-            if not narrows:
+            if dtype.itemsize > value.dtype.itemsize:
                 # Only the way back from a wider dtype loses nothing.
                 result.casts[value.dtype] = value
         return result

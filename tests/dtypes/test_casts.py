@@ -39,6 +39,25 @@ def down(program):
     return casts(program, "float32", "float16")
 
 
+@pytest.mark.parametrize("cache_enabled", [True, False])
+@pytest.mark.parametrize(
+    "own, other, number",
+    [("bfloat16", "float16", 2.0**18), ("float16", "bfloat16", 1 + 2.0**-10)],
+)
+def test_a_cast_to_the_other_16_bit_dtype_loses_what_that_lacks(
+    own, other, number, cache_enabled
+):
+    """Range on the way to float16, digits on the way to bfloat16."""
+
+    def fn(x, w):
+        return (x @ w).astype(other) @ w
+
+    cast = jamp.autocast(fn, dtype=own, cache_enabled=cache_enabled)
+    held = jnp.float32(number).astype(other)
+    ones = jnp.ones((2, 2))
+    np.testing.assert_array_equal(cast(number / 2 * ones, ones), 2 * held * ones)
+
+
 @pytest.mark.parametrize("fn", [unrolled, through_helper, through_both])
 def test_a_parameter_used_several_times_is_cast_once(fn):
     x, w = jnp.ones((3, 4)), x44
