@@ -351,7 +351,7 @@ class GradScaler:
             raise ScalerTypeError(
                 f"the state dict holds {', '.join(sorted(both))}: change it there"
             )
-        if not options.get("enabled", True):
+        if not options.get("enabled", cls.enabled):
             disabled = cls(**options)
             return disabled, disabled.init()
         if not state_dict:
@@ -360,7 +360,8 @@ class GradScaler:
                 "disabled instance of GradScaler, which enabled=False makes again"
             )
         _checked(options)
-        low, high = options.get("min_scale", cls.min_scale), options.get("max_scale")
+        low = options.get("min_scale", cls.min_scale)
+        high = options.get("max_scale", cls.max_scale)
         numbers = arguments.saved_numbers(state_dict, _KEYS, negative=low is None)
         scale, growth_factor, backoff_factor, interval, tracker = numbers
         scale = scale if low is None else max(scale, low)

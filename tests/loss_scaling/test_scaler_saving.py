@@ -1,5 +1,7 @@
 """A GradScaler is saved as torch's is, and goes on where it was."""
 
+from dataclasses import dataclass
+
 import jax
 import pytest
 from scaler_reference import assert_steps, in_a_scan, same, state_of, traces
@@ -78,3 +80,25 @@ def test_a_loaded_scale_is_brought_into_the_bounds(scale, options, expected):
     saved = GradScaler().state_dict(state_of(scale))
     scaler, state = GradScaler.load_state_dict(saved, **options)
     assert float(state.scale) == scaler.init_scale == expected
+
+
+@dataclass(frozen=True)
+class Bounded(GradScaler):
+    """A scaler with other defaults."""
+
+    init_scale: float = 2.0**8
+    max_scale: float | None = 2.0**10
+
+
+@dataclass(frozen=True)
+class Disabled(GradScaler):
+    """A scaler that is disabled unless it is told otherwise."""
+
+    enabled: bool = False
+
+
+def test_a_loaded_scaler_has_the_bounds_of_its_class():
+    saved = GradScaler().state_dict(state_of(2.0**16))
+    scaler, state = Bounded.load_state_dict(saved)
+    assert float(state.scale) == scaler.init_scale == scaler.max_scale == 2.0**10
+    assert Disabled.load_state_dict({})[0] == Disabled()
