@@ -17,6 +17,7 @@ from jamp import _dtypes, _primitives
 from jamp._compat import is_plain_array, scan_counts, settings
 from jamp._dtypes import FLOAT32
 from jamp._equations import closed, constants, nested
+from jamp._errors import BannedOpError
 from jamp._plan.carries import (
     carry_in,
     depth_of,
@@ -278,7 +279,7 @@ def plan_hi_primitive(equation: Equation) -> list[Value]:
     inner = equation.inner(expanded, equation.operands)
     rules, kind = _rules_of(equation)
     same = inner.dtypes == tuple(map(_dtypes.dtype_of, eqn.outvars))
-    plans = [(inner, expanded)]
+    plans: list[tuple[Plan | None, Any]] = [(inner, expanded)]
     if not equation.context.tried:
         plans += [(_trial(equation, rule), rule) for rule in rules]
     if same and not any(_lowers(plan, program) for plan, program in plans):
@@ -297,8 +298,13 @@ def _rules_of(equation: Equation) -> tuple[tuple[Any, ...], str]:
     return rules, "custom_vjp_call"
 
 
-def _lowers(plan: Plan, program: Any) -> bool:
-    """Whether a rule of the policy asks for 16 bits in a program, or a region may."""
+def _lowers(plan: Plan | None, program: Any) -> bool:
+    """Whether a rule of the policy asks for 16 bits in a program, or a region may.
+
+    So may one that the policy bans, which has no plan.
+    """
+    if plan is None:
+        return True
     lowers = any(r.ruling.rule is Rule.LOWER for r in with_inner(plan.records))
     return lowers or holds_region(program)
 
@@ -316,13 +322,19 @@ def _changes_rule(equation: Equation) -> bool:
         program = trace_jvp(equation.eqn, context.region)
     except Exception:  # noqa: BLE001 - for whoever differentiates to see
         return True
-    return _trial(equation, program).changed or holds_region(program)
+    plan = _trial(equation, program)
+    return plan is None or plan.changed or holds_region(program)
 
 
-def _trial(equation: Equation, rule: Any) -> Plan:
-    """The plan of a derivative rule, which may call its own function."""
+def _trial(equation: Equation, rule: Any) -> Plan | None:
+    """The plan of a derivative rule, which may call its own function.
+
+    None for one in which something is banned, which is for whoever differentiates.
+    """
     trial = equation._replace(context=equation.context._replace(tried=True))
-    return trial.inner(rule, [Value(aval) for aval in rule.in_avals])
+    with suppress(BannedOpError):
+        return trial.inner(rule, [Value(aval) for aval in rule.in_avals])
+    return None
 
 
 def _widens(plan: Plan) -> bool:

@@ -216,6 +216,24 @@ def test_a_derivative_rule_that_fails_fails_only_where_it_is_asked_for(custom, b
         jax.grad(lambda x: cast(x).astype(jnp.float32).sum())(X)
 
 
+@jax.custom_jvp
+def with_banned_rule(x):
+    return x * 2
+
+
+with_banned_rule.defjvp(lambda x, t: (with_banned_rule(*x), t[0] * jnp.tan(*x)))
+
+
+@pytest.mark.parametrize("fn", [with_banned_rule, lambda x: high_level(x, W)])
+def test_what_is_banned_in_a_derivative_rule_is_an_error_where_it_is_asked_for(fn):
+    policy = jamp.Policy.load("gpu").with_rules(banned=["tan"])
+    cast = jamp.autocast(fn, policy=policy)
+    np.testing.assert_allclose(cast(X), fn(X), rtol=2e-2, atol=2e-2)
+    if fn is with_banned_rule:
+        with pytest.raises(jamp.BannedOpError, match="tan is banned"):
+            jax.grad(lambda x: cast(x).astype(jnp.float32).sum())(X)
+
+
 def test_what_a_custom_vjp_function_captures_has_no_gradient_as_in_jax():
     def fn(x, w):
         @jax.custom_vjp
