@@ -200,15 +200,18 @@ def in_user_context() -> bool:
     return _source_info_context.context.traceback is not None
 
 
-def scope_names(name_stack: Any) -> tuple[str, ...]:
-    """The named scopes of a name stack, outermost first, without transformations."""
-    return tuple([e.name for e in name_stack.stack if isinstance(e, _Scope)])
+def name_entries(name_stack: Any) -> list[tuple[bool, str]]:
+    """The entries of a name stack, outermost first: whether named scopes, and names.
+
+    The others are transformations, such as "jvp" and "transpose".
+    """
+    return [(isinstance(e, _Scope), getattr(e, "name", "")) for e in name_stack.stack]
 
 
 def transformations(eqn: JaxprEqn) -> set[str]:
     """What an equation came of, as "jvp" and "transpose", as its name stack says."""
-    stack = eqn.source_info.name_stack.stack
-    return {e.name for e in stack if not isinstance(e, _Scope) and hasattr(e, "name")}
+    entries = name_entries(eqn.source_info.name_stack)
+    return {name for is_scope, name in entries if not is_scope}
 
 
 def settings(eqn: JaxprEqn) -> AbstractContextManager[None]:

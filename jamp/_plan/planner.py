@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import JaxprEqn
 
-from jamp._compat import is_plain_array, scope_names, transformations
+from jamp._compat import is_plain_array, transformations
 from jamp._dtypes import FLOAT32, LOW_DTYPES, DType, eligible, exceeds_16_bits
 from jamp._errors import BannedOpError, JampWarning
 from jamp._plan.listed_calls import ListedCall, plan_listed_call
@@ -44,7 +44,7 @@ from jamp._policy.rules import RECIPROCAL, Rule
 from jamp._tracing import locations
 from jamp._tracing.casts import is_kept_cast, is_reshard
 from jamp._tracing.options import Options
-from jamp._tracing.regions import Scope
+from jamp._tracing.regions import AGAIN, Scope, scope_names
 
 
 def make_plan(program: Any, arrays: Sequence[Any], options: Options) -> Plan:
@@ -287,7 +287,7 @@ def _derived(eqn: JaxprEqn, context: Context) -> Context:
     found = transformations(eqn)
     transposed = context.transposed or "transpose" in found
     # On the way back a checkpoint computes what was computed before.
-    if "rematted_computation" in scope_names(eqn.source_info.name_stack):
+    if AGAIN in scope_names(eqn.source_info.name_stack):
         transposed = False
     derived = context.derived or transposed or "jvp" in found
     return context._replace(derived=derived, transposed=transposed)

@@ -9,17 +9,39 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import jax
 from jax.extend.core import JaxprEqn, jaxprs_in_params
 
-from jamp._compat import scope_names
+from jamp._compat import name_entries
 from jamp._equations import equations
 from jamp._tracing.options import Options, options_in_force, refuse_overruled, tracing
 
 # Why what stands beside functions under autocast is computed as written.
 OUTSIDE = "outside of autocast"
+
+
+def scope_names(name_stack: Any) -> tuple[str, ...]:
+    """The named scopes of a name stack, outermost first, without transformations.
+
+    Those around a checkpoint JAX names twice backward, the second time behind a "jvp".
+    """
+    names: list[str] = []
+    before: list[str] = []  # those of them that may come once more
+    transposed = False
+    for is_scope, run in groupby(name_entries(name_stack), itemgetter(0)):
+        found = [name for _, name in run]
+        if is_scope:
+            if before and found[: len(before)] == before:
+                del names[-len(before) :]
+            names += found
+            before = found if transposed else []
+        elif "transpose" in found:
+            before, transposed = [], True
+    return tuple(names)
 
 
 class _Mark(str):
@@ -152,19 +174,14 @@ class Scope:
         return _enter(self, name_stack) if len(name_stack) else self
 
 
-# What JAX itself opens for a checkpoint.
-_OF_JAX = ("checkpoint", "rematted_computation")
+# The scope of what a checkpoint computes again.
+AGAIN = "rematted_computation"
 
 
 def modules(names: Sequence[str]) -> tuple[str, ...]:
     """The modules among named scopes, outermost first: those that JAX did not open."""
-    # Of einsum, a scope is its subscripts.
-    found = tuple(n for n in names if n not in _OF_JAX and "->" not in n)
-    # Backward, what a call holds may name the scopes around the call once more.
-    for n in range(len(found) // 2, 0, -1):
-        if found[:n] == found[n : 2 * n]:
-            found = found[n:]
-    return found
+    # JAX names a checkpoint that it expands; of einsum, a scope is its subscripts.
+    return tuple(n for n in names if n != "checkpoint" and "->" not in n)
 
 
 @lru_cache(maxsize=1024)
@@ -173,6 +190,6 @@ def _enter(outer: Scope, name_stack: Any) -> Scope:
     for name in scope_names(name_stack):
         if isinstance(name, _Mark):
             inside = name.options
-        else:
+        elif name != AGAIN:
             names.extend(name.split("/"))
     return Scope(tuple(names), inside)

@@ -123,6 +123,44 @@ def test_scopes_match_named_scopes_also_through_a_jit():
     assert names(deep, x44) == [F16, F16, F32, F16]
 
 
+def test_scopes_match_what_is_differentiated_and_computed_again():
+    @jax.checkpoint
+    def layer(x):
+        with jax.named_scope("layer"):
+            return helper(x)
+
+    def loss(x):
+        with jax.named_scope("block"):
+            return layer(layer(x)).sum()
+
+    def under(pattern):
+        policy = GPU.scoped(pattern, "float32")
+        return matmul_dtypes(traced(jamp.autocast(jax.grad(loss), policy=policy), x44))
+
+    every = under("block/layer")
+    # Both layers forward, again, and backward for both operands of each.
+    assert every == [(F32, F32)] * len(every)
+    assert len(every) == 2 + 2 + 4
+    with pytest.warns(jamp.JampWarning, match="no operation stands"):
+        assert under("block/block/layer") == [(F16, F16)] * len(every)
+
+
+def test_scopes_of_one_name_in_each_other_are_two():
+    def fn(x):
+        with jax.named_scope("a"):
+            x = x @ x
+            with jax.named_scope("a"):
+                return x, x @ x
+
+    assert names(jamp.autocast(fn, policy=GPU.scoped("a/a", "float32")), x44) == [
+        F16,
+        F32,
+    ]
+    rows = jamp.explain(fn)(x44).text("module").splitlines()
+    modules = [row[:6].rstrip() for row in rows if row.split()[:1] == ["a"]]
+    assert modules == ["  a", "    a"]
+
+
 def test_the_last_scope_that_matches_wins():
     def fn(x):
         with jax.named_scope("a"), jax.named_scope("b"):
