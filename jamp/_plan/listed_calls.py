@@ -317,7 +317,8 @@ def _as_traced(eqns: Sequence[JaxprEqn], ruling: Ruling, scope: Scope) -> list[R
 def _cast_results(call: ListedCall, record: Record) -> None:
     """Brings what leaves a call to the dtype that its rule promises."""
     unsafe = call.options.policy.unsafe
-    probability = any(call.function.name in found.of for found in unsafe)
+    name = call.function.name
+    probability = any(name in found.of for found in unsafe)
     carried = carried_through(call.eqns, call.entered)
     for var, eqn in call.outvars.items():
         value = call.env.read(var)
@@ -331,5 +332,5 @@ def _cast_results(call: ListedCall, record: Record) -> None:
         if known and (value.dtype, dtype) == (FLOAT32, known.dtype):
             settled = value.seen(settled, known.origins)
         if probability:
-            settled = settled.knowing(probability=True, rounded=None)
+            settled = settled.knowing(probability=frozenset([name]), rounded=None)
         call.env.bind([var], [settled])

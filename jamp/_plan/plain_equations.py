@@ -295,7 +295,7 @@ def _result_traits(equation: Equation, operands: Values, used: Sequence[Any]) ->
         return Traits(free=free, data=True)
     unsafe = caster.options.policy.unsafe
     if name in _primitives.PROBABILITIES or any(name in u.of for u in unsafe):
-        return Traits(data=data, probability=True)
+        return Traits(data=data, probability=frozenset([name]))
     if name in _primitives.MOVEMENT and floats:
         source = floats[0].traits
         return source._replace(
@@ -306,9 +306,10 @@ def _result_traits(equation: Equation, operands: Values, used: Sequence[Any]) ->
     traits = Traits(numbers, data=data)
     if name in _primitives.KEEPING_PROBABILITY:
         firm = [v.traits for v in floats if not v.follows]
-        found = next((known for known in firm if known.probability), None)
+        found = [known for known in firm if known.probability]
         if found and (len(firm) == 1 or name not in _primitives.BROADCASTING):
-            return traits._replace(probability=True, rounded=found.rounded)
+            names = frozenset().union(*(known.probability for known in found))
+            return traits._replace(probability=names, rounded=found[0].rounded)
     return traits
 
 

@@ -273,7 +273,8 @@ class _Planner:
         """Why an equation is banned if a reader's rounding turns out to be real."""
         for unsafe in policy.unsafe:
             if eqn.primitive.name in unsafe.primitives and any(
-                operand.traits.rounded == unsafe.dtype for operand in operands
+                known.rounded == unsafe.dtype and known.probability & {*unsafe.of}
+                for known in (operand.traits for operand in operands)
             ):
                 return (
                     f"{self._where(eqn)}: {eqn.primitive.name} of a probability that "

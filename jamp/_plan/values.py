@@ -140,7 +140,8 @@ class Traits(NamedTuple):
     # Whether it came in 16 bits, or has a lowered product among its ancestors; then it
     # is no weight.
     data: bool = False
-    probability: bool = False  # whether a sigmoid, a softmax or the like gave it
+    # Of a probability, the names of the sigmoid, softmax or the like that gave it.
+    probability: frozenset[str] = frozenset()
     rounded: DType | None = None  # the 16-bit dtype that such a probability has had
     table: bool = False  # whether it is made of iota and literals alone
     # The 16-bit dtype that readers see of a loop's sum, which is kept in float32; and

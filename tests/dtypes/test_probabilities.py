@@ -6,6 +6,7 @@ In float16 a sigmoid or softmax is 0 or 1 exactly where its logarithm matters mo
 import functools
 import linecache
 import re
+from contextlib import nullcontext
 
 import flax.linen as nn
 import jax
@@ -280,3 +281,36 @@ def test_a_disabled_region_takes_the_logarithm_of_any_probability():
             return jnp.log(p.astype(jnp.float32) + 0.1)
 
     np.testing.assert_allclose(gpu(fn)(LOGITS), fn(LOGITS), atol=2e-3)
+
+
+GROUPS = """
+extends = "gpu"
+dtype = "bfloat16"
+
+[[unsafe]]
+primitives = ["log"]
+of = ["tanh"]
+dtype = "bfloat16"
+advice = "take the logarithm of neither"
+
+[[unsafe]]
+primitives = ["sqrt"]
+of = ["logistic"]
+dtype = "bfloat16"
+advice = "take the square root of neither"
+"""
+
+
+@pytest.mark.parametrize("read, of", [(jnp.log, jnp.tanh), (jnp.sqrt, jax.nn.sigmoid)])
+def test_each_group_of_a_table_bans_what_it_names_alone(read, of, tmp_path):
+    table = tmp_path / "groups.toml"
+    table.write_text(GROUPS)
+    for other in (jnp.tanh, jax.nn.sigmoid):
+
+        def fn(h, other=other):
+            return read(jax.checkpoint(other)(h @ EYE))
+
+        cast = jamp.autocast(fn, policy=jamp.Policy.load(table))
+        error = pytest.raises(jamp.BannedOpError, match=r"root|logarithm")
+        with error if other is of else nullcontext():
+            cast(LOGITS)
