@@ -12,6 +12,7 @@ import time
 import jax
 import jax.numpy as jnp
 import pytest
+from asked_policies import rule, under, x22
 from flax import nnx
 from jax import lax
 from jax.extend.core import Primitive
@@ -20,7 +21,6 @@ import jamp
 
 GPU = jamp.Policy.load("gpu")
 CPU = jamp.Policy.load("cpu")
-x22 = jnp.ones((2, 2))
 
 
 def wraps_itself(x):
@@ -28,15 +28,6 @@ def wraps_itself(x):
 
 
 wraps_itself.__wrapped__ = wraps_itself
-
-
-def under(policy, fn):
-    return jamp.autocast(fn, policy=policy)(x22).dtype.name
-
-
-def rule(policy, *args, **kwargs):
-    found = policy.rule(*args, **kwargs)
-    return None if found is None else found.value
 
 
 @pytest.mark.parametrize(
@@ -360,57 +351,3 @@ def test_policies_that_differ_anywhere_are_not_equal(other):
 def test_a_policy_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         GPU.dtype = jnp.bfloat16
-
-
-def write(tmp_path, text):
-    path = tmp_path / "mine.toml"
-    path.write_text(text, encoding="utf-8")
-    return path
-
-
-def test_a_file_extends_a_policy_and_overrides_it(tmp_path):
-    path = write(
-        tmp_path,
-        """
-        name = "mine"
-        extends = "gpu"
-        dtype = "bfloat16"
-        [lower]
-        primitives = ["sin"]
-        functions = ["jax.nn.gelu"]
-        [float32]
-        primitives = ["dot_general"]
-        """,
-    )
-    for policy in (jamp.Policy.load(path), jamp.Policy.load(str(path))):
-        assert (policy.name, policy.dtype.name) == ("mine", "bfloat16")
-        assert under(policy, jnp.sin) == "bfloat16"
-        assert under(policy, lambda x: x @ x) == "float32"
-        assert rule(policy, function=jax.nn.gelu) == "lower"
-        assert rule(policy, "exp") == "float32"
-
-
-def test_a_file_that_extends_nothing_knows_only_its_own_entries(tmp_path):
-    path = write(tmp_path, 'dtype = "float16"\n[lower]\nprimitives = ["dot_general"]\n')
-    policy = jamp.Policy.load(path)
-    assert policy.name == "mine"
-    assert under(policy, lambda x: x @ x) == "float16"
-    assert rule(policy, "exp") is None
-    assert under(policy, lambda x: jnp.exp(x @ x)) == "float32"
-
-
-def test_a_function_whose_module_is_not_imported_waits_for_it(tmp_path):
-    table = '[lower]\nfunctions = ["not_installed_anywhere.layers.Dense"]\n'
-    policy = jamp.Policy.load(write(tmp_path, f'extends = "gpu"\n{table}'))
-    assert under(policy, lambda x: x @ x) == "float16"
-
-
-def test_a_float32_table_leaves_programs_as_written(tmp_path):
-    path = write(
-        tmp_path,
-        'extends = "gpu"\n[float32]\nprimitives = ["dot_general", '
-        '"conv_general_dilated"]\n',
-    )
-    fn = lambda x: jnp.tanh(x @ x) @ x  # noqa: E731
-    rewritten = jamp.autocast(fn, policy=jamp.Policy.load(path))
-    assert str(jax.make_jaxpr(rewritten)(x22)) == str(jax.make_jaxpr(fn)(x22))

@@ -12,6 +12,7 @@ from jax.extend.source_info_util import user_context
 from jamp import _compat
 from jamp._equations import nested
 from jamp._tracing.asked_dtypes import seeing_casts
+from jamp._tracing.regions import scope_names
 
 
 def equations(fn, *args):
@@ -147,7 +148,7 @@ def test_named_scopes_are_found_in_name_stacks(transform):
         return transform(scoped)(x)
 
     found = {
-        _compat.scope_names(eqn.source_info.name_stack)
+        scope_names(eqn.source_info.name_stack)
         for eqn in equations(transformed, jnp.ones(3) if transform is jax.vmap else 1.0)
         if eqn.primitive.name in ("sin", "cos", "mul")
     }
