@@ -1,9 +1,10 @@
-"""Quotients of float16, whose gradients float16 holds where it holds the quotient.
+"""Quotients of float16, in range wherever float16 holds them and their gradients.
 
-JAX's rule multiplies with the square of the denominator's inverse, which is zero in
-float16 from 4096 on, and by the way it is computed from 256 on; no loss scale helps.
-PyTorch divides by the denominator twice. So does this, in float32, because XLA would
-make one division by the square of the two.
+Instead of dividing by what is broadcast, or by a constant, XLA multiplies with the
+inverse, which in float16 is inf for less than 1/65504. JAX's rule for the gradient
+multiplies with the square of the inverse, which is zero in float16 from 4096 on, and by
+the way it is computed from 256 on; no loss scale helps. PyTorch divides in float32, and
+for the gradient by the denominator twice. So does this.
 """
 
 from functools import partial
@@ -13,7 +14,7 @@ from jax import lax
 from jax.interpreters import ad
 
 from jamp._compat import error_checks
-from jamp._dtypes import FLOAT32
+from jamp._dtypes import FLOAT32, widened
 from jamp._lowerings.own_primitives import (
     binding_own,
     like,
@@ -21,8 +22,13 @@ from jamp._lowerings.own_primitives import (
     with_rules_of_jax,
 )
 
+
+def _divide(above: Any, below: Any) -> Any:
+    return lax.div(widened(above), widened(below)).astype(above.dtype)
+
+
 _quotient = like(lax.div_p)
-register(_quotient, lax.div_p.bind)
+register(_quotient, _divide)
 OWN = {lax.div_p: _quotient}
 with_rules_of_jax(OWN)
 

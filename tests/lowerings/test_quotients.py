@@ -1,4 +1,4 @@
-"""Quotients of float16 have gradients wherever float16 holds these."""
+"""Quotients of float16, and their gradients, are right wherever float16 holds them."""
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,28 @@ def quotient_of_products(fn, transform=lambda fn: fn):
 
 def gpu(fn):
     return jamp.autocast(fn, device_type="gpu")
+
+
+ROUNDED_ONCE = {
+    "elements": jnp.divide,
+    "by a column": lambda x, y: x / y[:, :1],
+    "by a row": lambda x, y: x / y[0],
+    "by a number": lambda x, y: x / jnp.float16(2e-6),
+    "a batch": jax.vmap(lambda x, y: x / y[0]),
+    "a tangent": lambda x, y: jax.jvp(lambda x: x / y[:, :1], (x,), (x,))[1],
+}
+
+
+@pytest.mark.parametrize("size", [1e-6, 1e-5, 1.0, 30_000.0])
+@pytest.mark.parametrize("name", ROUNDED_ONCE)
+def test_a_quotient_is_that_of_float32_rounded_once(name, size):
+    fn, x, y = ROUNDED_ONCE[name], drawn(0, size), drawn(1, size)
+    cast = gpu(lambda x, y: fn(x @ EYE, y @ EYE))
+    expected = jnp.asarray(fn(x, y)).astype(jnp.float16)
+    for run in (jax.jit(cast), cast):
+        found = run(x, y)
+        assert found.dtype == jnp.float16
+        np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("size", SIZES)
