@@ -28,6 +28,7 @@ from jamp._plan.values import (
     held,
     inexact,
     propagate,
+    scales_far,
 )
 from jamp._policy.functions import code_of
 from jamp._policy.policy import Policy
@@ -121,7 +122,8 @@ def _is_wide(value: Value, eqn: JaxprEqn, dtype: DType) -> bool:
     name = eqn.primitive.name
     if name in _primitives.SHIFTING and value.constant is None:
         return False
-    return name in _primitives.ROUNDING and inexact(value, dtype)
+    far = name == "mul" and scales_far(value, dtype)
+    return far or (name in _primitives.ROUNDING and inexact(value, dtype))
 
 
 def plan_plain(equation: Equation) -> list[Value]:

@@ -62,6 +62,17 @@ def inexact(value: Value, dtype: DType) -> bool:
     return not np.array_equal(_rounded(numbers, dtype), numbers, equal_nan=True)
 
 
+def scales_far(value: Value, dtype: DType) -> bool:
+    """Whether the product of two such constants may be out of the range of `dtype`.
+
+    Of what is multiplied with one after the other, XLA multiplies these first.
+    """
+    numbers = np.abs(np.array([*(value.traits.numbers or ())], np.float64))
+    largest, smallest = jnp.finfo(dtype).max, jnp.finfo(dtype).smallest_normal
+    some = numbers[(numbers > 0) & np.isfinite(numbers)]
+    return bool(((some**2 > float(largest)) | (some**2 < float(smallest))).any())
+
+
 def _rounded(numbers: Any, dtype: DType) -> Any:
     with np.errstate(over="ignore", invalid="ignore"):
         return np.array(numbers, np.float64).astype(dtype).astype(np.float64)

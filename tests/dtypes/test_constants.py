@@ -361,3 +361,22 @@ def test_a_scalar_that_the_program_chooses_is_no_constant(device, chosen, flag):
     arguments = jnp.ones((3, 3)), jnp.asarray(flag)
     found = jamp.autocast(fn, device_type=device)(*arguments)
     np.testing.assert_array_equal(np.float32(found), fn(*arguments))
+
+
+CHAINS = {
+    "small, of the user's": lambda x: x * jnp.float16(1e-4) * jnp.float16(1e-4),
+    "small powers of two": lambda x: x * 2.0**-14 * 2.0**-14,
+    "large": lambda x: (x / 2**18) * 1024.0 * 256.0,
+    "a small one first": lambda x: x * 2.0**-18 * 0.5,
+    "in a gradient": jax.grad(lambda x: jnp.sum(x * 2.0**-12 * 2.0**-14) * 2.0**10),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_what_several_constants_scale_is_in_range(name):
+    """XLA multiplies them with each other first, in the dtype of the program."""
+    x, eye = jnp.full((4, 4), 40_000.0), jnp.eye(4)
+    cast = jamp.autocast(lambda x: CHAINS[name](x @ eye), device_type="gpu")
+    expected = CHAINS[name](x)
+    for run in (jax.jit(cast), cast):
+        np.testing.assert_allclose(run(x), expected, rtol=2**-9)
