@@ -67,6 +67,13 @@ def is_float64(dtype: Any) -> bool:
     return dtype in (np.float64, np.complex128)
 
 
+def in_range(number: float, dtype: DType) -> bool:
+    """Whether a number is zero or among the normal ones of a dtype."""
+    limits = jnp.finfo(dtype)
+    size = abs(number)
+    return size == 0 or float(limits.smallest_normal) <= size <= float(limits.max)
+
+
 def widened(value: Any) -> Any:
     """A value in float32, if it is an array in a narrower floating dtype."""
     # Promotion would not do: float8 has no implicit one.

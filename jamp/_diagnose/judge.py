@@ -35,8 +35,8 @@ from jamp._diagnose.program import Program, Settings, Subject
 from jamp._diagnose.walk import EXACTLY, Steps, Walk
 from jamp._dtypes import narrow
 from jamp._equations import atoms, equations
-from jamp._plan.plain_equations import is_explicit
 from jamp._primitives import CALLS, FUNCTIONS, MOVEMENT, SUMS
+from jamp._tracing.casts import is_explicit
 from jamp._tracing.regions import OUTSIDE, Scope
 
 # A result has underflowed if more of it is below the normal numbers of its dtype.

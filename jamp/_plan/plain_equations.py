@@ -1,16 +1,14 @@
 """Equations without inner programs: choose dtypes, cast the operands, bind, round."""
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes, _primitives
-from jamp._compat import frames, settings
+from jamp._compat import settings
 from jamp._dtypes import FLOAT32, DType
 from jamp._equations import holds_program
 from jamp._lowerings.hook import has_own_primitive, has_own_product
@@ -27,13 +25,13 @@ from jamp._plan.values import (
     destroyed,
     held,
     inexact,
+    overscaled,
     propagate,
-    scales_far,
+    scale_of,
 )
-from jamp._policy.functions import code_of
 from jamp._policy.policy import Policy
 from jamp._policy.rules import Rule
-from jamp._tracing.casts import is_kept_cast
+from jamp._tracing.casts import is_explicit, is_kept_cast
 
 
 class Dtypes(NamedTuple):
@@ -104,7 +102,10 @@ def _promote(eqn: JaxprEqn, operands: Values) -> Dtypes:
     result = None
     if any(destroyed(value, dtype) for value in floats):
         dtype = FLOAT32
-    elif dtype != FLOAT32 and any(_is_wide(value, eqn, dtype) for value in floats):
+    elif dtype != FLOAT32 and (
+        any(_is_wide(value, eqn, dtype) for value in floats)
+        or overscaled(eqn, floats, dtype)
+    ):
         result, dtype = dtype, FLOAT32
     results = (result,) * len(eqn.outvars) if result else ()
     return Dtypes(_each(operands, dtype), results)
@@ -122,8 +123,7 @@ def _is_wide(value: Value, eqn: JaxprEqn, dtype: DType) -> bool:
     name = eqn.primitive.name
     if name in _primitives.SHIFTING and value.constant is None:
         return False
-    far = name == "mul" and scales_far(value, dtype)
-    return far or (name in _primitives.ROUNDING and inexact(value, dtype))
+    return name in _primitives.ROUNDING and inexact(value, dtype)
 
 
 def plan_plain(equation: Equation) -> list[Value]:
@@ -178,8 +178,7 @@ def cast_and_bind(equation: Equation, dtypes: Dtypes) -> list[Value]:
         value if dtype is None else _operand(equation, value, dtype)
         for value, dtype in zip(operands, dtypes.operands, strict=True)
     ]
-    used = tuple([value.dtype for value in cast])
-    caster.record.operands = used
+    caster.record.operands = used = tuple([value.dtype for value in cast])
     traced = tuple(map(_dtypes.dtype_of, eqn.invars))
     table = _is_table(eqn, operands, caster.options.policy)
     known = [
@@ -305,7 +304,7 @@ def _result_traits(equation: Equation, operands: Values, used: Sequence[Any]) ->
             repeated=moved(eqn, source.repeated, new=True),
             free=tuple([moved(eqn, dims, new=False) for dims in source.free]),
         )
-    traits = Traits(numbers, data=data)
+    traits = Traits(numbers, data=data, scale=scale_of(eqn, operands))
     if name in _primitives.KEEPING_PROBABILITY:
         firm = [v.traits for v in floats if not v.follows]
         found = [known for known in firm if known.probability]
@@ -325,18 +324,6 @@ def _is_table(eqn: JaxprEqn, operands: Values, policy: Policy) -> bool:
     if rule is Rule.AS_TRACED and name not in _primitives.LOGICAL | {"iota"}:
         return False
     return all(value.traits.table for value in operands)
-
-
-@cache
-def _explicit_codes() -> frozenset[int]:
-    casts = (jnp.astype, jax.lax.convert_element_type, jnp.asarray, jnp.array)
-    return frozenset(id(code_of(function)) for function in casts)
-
-
-def is_explicit(eqn: JaxprEqn) -> bool:
-    """Whether the user asked for the cast, and not JAX's promotion of operands."""
-    codes, _ = frames(eqn)
-    return not codes or not _explicit_codes().isdisjoint(map(id, codes))
 
 
 def rounds_nothing(eqn: JaxprEqn) -> bool:

@@ -18,7 +18,7 @@ from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes, _primitives
 from jamp._compat import is_plain_array
-from jamp._dtypes import DType, dtype_of
+from jamp._dtypes import DType, dtype_of, in_range
 
 _ids = count()
 # The numbers that a constant may have, of many the extremes alone.
@@ -60,17 +60,6 @@ def inexact(value: Value, dtype: DType) -> bool:
         return False
     numbers = np.array([*value.traits.numbers])
     return not np.array_equal(_rounded(numbers, dtype), numbers, equal_nan=True)
-
-
-def scales_far(value: Value, dtype: DType) -> bool:
-    """Whether the product of two such constants may be out of the range of `dtype`.
-
-    Of what is multiplied with one after the other, XLA multiplies these first.
-    """
-    numbers = np.abs(np.array([*(value.traits.numbers or ())], np.float64))
-    largest, smallest = jnp.finfo(dtype).max, jnp.finfo(dtype).smallest_normal
-    some = numbers[(numbers > 0) & np.isfinite(numbers)]
-    return bool(((some**2 > float(largest)) | (some**2 < float(smallest))).any())
 
 
 def _rounded(numbers: Any, dtype: DType) -> Any:
@@ -130,6 +119,25 @@ def held(numbers: Numbers, dtype: Any) -> Numbers | None:
     return _numbers(_rounded(found, dtype))
 
 
+def scale_of(eqn: JaxprEqn, operands: Sequence[Value]) -> float:
+    """By what constants a result was multiplied, one directly after the other."""
+    if eqn.primitive.name != "mul":
+        return 1.0
+    every = [value.traits.numbers for value in operands]
+    constants = [abs(n) for numbers in every if numbers for n in numbers]
+    scaled = [value.traits.scale for value in operands if not value.follows]
+    return constants[0] * scaled[0] if len(constants) == len(scaled) == 1 else 1.0
+
+
+def overscaled(eqn: JaxprEqn, operands: Sequence[Value], dtype: DType) -> bool:
+    """Whether what multiplies one directly after the other leaves a dtype's range.
+
+    XLA multiplies such constants with each other first.
+    """
+    chained = any(value.traits.scale != 1 for value in operands)
+    return chained and not in_range(scale_of(eqn, operands), dtype)
+
+
 class Carried(NamedTuple):
     """Of what a loop carries, one that a sum comes from."""
 
@@ -155,6 +163,8 @@ class Traits(NamedTuple):
     probability: frozenset[str] = frozenset()
     rounded: DType | None = None  # the 16-bit dtype that such a probability has had
     table: bool = False  # whether it is made of iota and literals alone
+    # By what constants it was multiplied, one directly after the other.
+    scale: float = 1.0
     # The 16-bit dtype that readers see of a loop's sum, which is kept in float32; and
     # which of what the loop carries it comes from.
     sums: DType | None = None

@@ -7,14 +7,17 @@ float32 is one that the user wrote.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes
-from jamp._compat import own_frames, rules_in_own_frames
+from jamp._compat import frames, own_frames, rules_in_own_frames
 from jamp._equations import replaced
+from jamp._policy.functions import code_of
 from jamp._tracing.asked_dtypes import seeing_casts
 from jamp._tracing.checkpoints import as_checkpoint
 from jamp._tracing.locations import is_users
@@ -90,3 +93,15 @@ def is_reshard(eqn: JaxprEqn) -> bool:
     before: Any = eqn.invars[0].aval
     after: Any = eqn.outvars[0].aval
     return bool(before.sharding != after.sharding)
+
+
+@cache
+def _explicit_codes() -> frozenset[int]:
+    casts = (jnp.astype, jax.lax.convert_element_type, jnp.asarray, jnp.array)
+    return frozenset(id(code_of(function)) for function in casts)
+
+
+def is_explicit(eqn: JaxprEqn) -> bool:
+    """Whether the user asked for the cast, and not JAX's promotion of operands."""
+    codes, _ = frames(eqn)
+    return not codes or not _explicit_codes().isdisjoint(map(id, codes))

@@ -78,7 +78,7 @@ def test_a_function_that_is_local_to_where_the_diagnosed_one_is_defined_is_named
         return h * h * h
 
     def fn(x):
-        return mean(cube(x @ EYE) * 2**-7)
+        return mean(cube(x @ EYE) * 2**-3)
 
     (suggestion,) = diagnose(fn)(X).suggestions
     assert "float32=[cube]" in suggestion.code
