@@ -209,10 +209,11 @@ def _causes(faults: list[Fault], changes: list[Change]) -> list[Fault]:
     causes = [fault for fault in faults if changed(fault.measured)]
     if causes:
         return causes
-    led = [m for fault in faults for m in judge.behind(fault) if changed(m)]
+    led = [(m, fault) for fault in faults for m in judge.behind(fault) if changed(m)]
     # The first fault is a finding too, unless it only made an error grow.
     seen = [fault for fault in faults[:1] if fault.kind != "precision"]
-    return [*seen, *(Fault(judge.kind_of(m), m) for m in led[:1])] or faults
+    causes = [Fault(judge.kind_of(m), m, fault.spoils) for m, fault in led[:1]]
+    return [*seen, *causes] or faults
 
 
 def _find(subject: Subject, before: Examination, examine: Examine) -> list[Change]:

@@ -152,6 +152,10 @@ class Diagnosis:
             worst = max(results, key=self.errors.__getitem__)
             error = self.errors[worst]
             lines.append(f"largest error of a result: {error:.2g} ({worst})")
+        if self.healthy and self.loss_scale is None:
+            lines.append(
+                "gradients were not looked at: loss_scale=1.0 has those of a loss"
+            )
         if self.gradient_error is not None:
             lines.append(f"error of the gradient as a whole: {self.gradient_error:.2g}")
         if self.gradient_moved is not None:

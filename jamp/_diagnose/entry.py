@@ -206,11 +206,12 @@ def _finding(fault: Fault, subject: Subject) -> Finding:
         scope="/".join(computed.scope),
         gradient=measured.scaled,
         iteration=measured.statistics.first,
-        message=_message(fault.kind, measured, computed),
+        message=_message(fault, measured, computed),
     )
 
 
-def _message(kind: str, measured: Measured, made: Measured) -> str:
+def _message(fault: Fault, measured: Measured, made: Measured) -> str:
+    kind = fault.kind
     found, name, dtype = measured.statistics, measured.primitive, measured.dtype.name
     what = f"a cast to {dtype}" if measured.cast else f"{name} in {dtype}"
     if made is not measured:
@@ -218,6 +219,7 @@ def _message(kind: str, measured: Measured, made: Measured) -> str:
         if measured.location not in (None, made.location):
             what += f" for line {measured.location.line}"
     what += " of the gradient" if measured.scaled else ""
+    then = ", of which later operations make inf or NaN" if fault.spoils else ""
     if kind == "float32" and measured.unseen:
         return f"{name} is not finite; it is not looked into, and float32 may be finite"
     if kind == "float32":
@@ -233,10 +235,10 @@ def _message(kind: str, measured: Measured, made: Measured) -> str:
         )
     if kind == "underflow":
         zero, small = found.underflow
-        return f"{what} makes {zero:.0%} of it zero and {small:.0%} subnormal"
-    explained = found.error <= error_limit(dtype)
-    grows = ", which later operations amplify" if explained else ""
-    return f"{what} has a relative error of {found.error:.2g}{grows}"
+        return f"{what} makes {zero:.0%} of it zero and {small:.0%} subnormal{then}"
+    if not then and found.error <= error_limit(dtype):
+        then = ", which later operations amplify"
+    return f"{what} has a relative error of {found.error:.2g}{then}"
 
 
 def _underflows(measured: Sequence[Measured]) -> tuple[Underflow, ...]:

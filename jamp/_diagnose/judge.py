@@ -55,6 +55,7 @@ _SUMMED = _ADDED | SUMS | MOVEMENT | {"div", "mul"}
 class Fault(NamedTuple):
     kind: str  # `'overflow'`, `'underflow'`, `'precision'` or `'float32'`
     measured: Measured | None  # None if an argument or a constant is not finite
+    spoils: bool = False  # whether a later operation makes inf or NaN of it
 
 
 def kind_of(measured: Measured, share: float = UNDERFLOWED) -> str:
@@ -78,7 +79,10 @@ def find_faults(verdict: Verdict) -> list[Fault]:
     overflowed = one_per_line(m for m in path if m.statistics.began)
     found = list(map(_overflow, overflowed))
     if not overflowed:
-        found = [Fault(kind_of(m), m) for m in map(_beginning, _suspects(path))]
+        infinite = [o for o in verdict.wrong if math.isinf(o.error)]
+        spoil = {*path_to(m for outcome in infinite for m in outcome.producers)}
+        suspects = map(_beginning, _suspects(path))
+        found = [Fault(kind_of(m), m, m in spoil) for m in suspects]
     return [*faults, *one_per_line(found, attrgetter("measured.line"))]
 
 
@@ -155,11 +159,11 @@ def _overflow(measured: Measured) -> Fault:
         zeros = [m for m in cause.operands if m.statistics.flushed]
     if cause is not measured:
         # A single zero that is divided by is a fault.
-        return Fault(kind_of(cause, share=0.0), cause)
+        return Fault(kind_of(cause, share=0.0), cause, spoils=True)
     suspects = _suspects(path_to(measured.producers))
     if not suspects:
         return Fault("overflow", measured)
-    return Fault(kind_of(suspects[0]), suspects[0])
+    return Fault(kind_of(suspects[0]), suspects[0], spoils=True)
 
 
 def _largest(outputs: Iterable[Measured], through: Collection[str]) -> float:

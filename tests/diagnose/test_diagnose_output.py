@@ -39,6 +39,27 @@ def test_a_number_just_above_the_largest_is_told_from_it():
     assert "it reaches 65536, float16 holds 65504" in str(found)
 
 
+def test_a_gradient_that_becomes_nan_by_what_was_rounded_is_said_to():
+    def angles(w, x):
+        h = x @ w
+        norms = jnp.linalg.norm(h, axis=1)
+        similar = (h @ h.T) / (norms[:, None] * norms)  # of each with itself it is 1
+        return jnp.mean(jnp.arccos(jnp.clip(similar * 0.999, -1, 1)))
+
+    rng = np.random.default_rng(0)
+    arguments = [rng.normal(size=shape).astype("f") for shape in ((8, 8), (16, 8))]
+    found = diagnose(angles, dtype=jnp.bfloat16, loss_scale=1.0)(*arguments)
+    assert math.isinf(found.gradient_error)
+    assert "of which later operations make inf or NaN" in str(found)
+
+
+def test_a_healthy_diagnosis_says_where_it_has_not_looked_at_gradients():
+    told = "gradients were not looked at"
+    assert told in str(diagnose(product)(X))
+    assert told not in str(diagnose(lambda x: product(x).sum(), loss_scale=1.0)(X))
+    assert told not in str(diagnose(lambda x: mean(square(product(x))))(X))
+
+
 def test_complex_results_are_compared():
     found = diagnose(lambda x: jax.lax.complex(*[product(square(x))] * 2))(X)
     assert [f.kind for f in found.findings] == ["overflow"]
