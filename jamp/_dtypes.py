@@ -57,7 +57,7 @@ def exceeds_16_bits(dtype: Any) -> bool:
     return isinstance(dtype, np.dtype) and dtype.kind in "iu" and dtype.itemsize > 1
 
 
-def narrow(dtype: Any) -> bool:
+def below_float32(dtype: Any) -> bool:
     """Whether values of this dtype may be cast and are narrower than float32."""
     return eligible(dtype) and dtype.itemsize < 4
 
@@ -77,7 +77,9 @@ def in_range(number: float, dtype: DType) -> bool:
 def widened(value: Any) -> Any:
     """A value in float32, if it is an array in a narrower floating dtype."""
     # Promotion would not do: float8 has no implicit one.
-    return value.astype(FLOAT32) if narrow(getattr(value, "dtype", None)) else value
+    return (
+        value.astype(FLOAT32) if below_float32(getattr(value, "dtype", None)) else value
+    )
 
 
 @cache

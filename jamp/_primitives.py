@@ -10,7 +10,7 @@ def _names(*words: str) -> frozenset[str]:
 
 
 # Matmuls and convolutions.
-MATMULS = _names("conv_general_dilated dot_general ragged_dot_general")
+PRODUCTS = _names("conv_general_dilated dot_general ragged_dot_general")
 SCATTERS = _names("scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub")
 # They keep the largest, or the smallest, of what they write to a place.
 EXTREMES = _names("scatter-max scatter-min")
@@ -50,7 +50,7 @@ REDUCTIONS = _names(
     "reduce_xor",
 )
 # They add up elements of one operand, or products of two.
-SUMS = MATMULS | _names("cumsum reduce_sum reduce_window_sum")
+SUMS = PRODUCTS | _names("cumsum reduce_sum reduce_window_sum")
 # They order numbers, or say which come first.
 ORDERS = _names("approx_top_k argmax argmin sort top_k")
 # What is known of their operand is known of their result.

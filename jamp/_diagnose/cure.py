@@ -14,7 +14,7 @@ from jamp._diagnose.judge import Examination, Fault
 from jamp._diagnose.measure import Measured
 from jamp._diagnose.names import codes_around, leads_to, name_of
 from jamp._diagnose.program import Settings, Subject
-from jamp._dtypes import BFLOAT16, FLOAT16, narrow
+from jamp._dtypes import BFLOAT16, FLOAT16, below_float32
 from jamp._policy.functions import Function
 from jamp._policy.policy import Policy
 from jamp._tracing.locations import stem_of
@@ -75,7 +75,7 @@ def changes_for(output: Measured, examination: Examination) -> list[Change]:
     line = [at for at in (output.location,) if at]
     regions = [Change("region", at, f"computes {at.short} in float32") for at in line]
     rules = _rules(output, examination, broad=False)
-    matmuls = [m for m in examination.measured if m.matmul]
+    matmuls = [m for m in examination.measured if m.is_product]
 
     def reaches_further(change: Change) -> bool:
         # Functions and modules may hold more, which costs little if it is no matmul.
@@ -106,8 +106,8 @@ def last_resorts(examination: Examination) -> list[Change]:
 
 def _rules(output: Measured, examination: Examination, broad: bool) -> list[Change]:
     """Rules for what an output stands in, by their share of what is in 16 bits."""
-    narrowing = [m for m in examination.measured if narrow(m.dtype)]
-    matmuls = [m for m in narrowing if m.matmul]
+    narrowing = [m for m in examination.measured if below_float32(m.dtype)]
+    matmuls = [m for m in narrowing if m.is_product]
 
     def share(change: Change) -> float:
         # The share of a single matmul says nothing.
@@ -158,7 +158,7 @@ def _functions(output: Measured, settings: Settings) -> list[Change]:
 
 def _primitives(output: Measured, others: list[Measured]) -> Iterator[Change]:
     """Primitives of the line; a cast that autocast inserted is one of its operation."""
-    matmuls = {other.primitive for other in others if other.matmul}
+    matmuls = {other.primitive for other in others if other.is_product}
     on_line = [m for m in (output, *others) if m.location == output.location]
     for name in dict.fromkeys(other.primitive for other in on_line if not other.cast):
         reason = f"computes every {name} in float32"
@@ -295,7 +295,9 @@ def _suggest(
             case "region":
                 line = change.value.short
                 code = f"with jamp.autocast(enabled=False):  # around {line}"
-                if not any(m.matmul for m in examination.measured if change.covers(m)):
+                if not any(
+                    m.is_product for m in examination.measured if change.covers(m)
+                ):
                     # Up to the next product, a cast does the same.
                     code = f".astype(jnp.float32)  # of what {line} takes"
                 yield Suggestion(code, change.reason, True)

@@ -31,7 +31,7 @@ from jamp._diagnose.measure import Measured
 from jamp._diagnose.outcomes import error_limit, gradient_error, gradient_moved
 from jamp._diagnose.program import Settings, Subject
 from jamp._diagnose.walk import Steps
-from jamp._dtypes import narrow
+from jamp._dtypes import below_float32
 from jamp._errors import AutocastError, AutocastTypeError
 from jamp._tracing.checks import check_function, wrong_argnums
 
@@ -245,7 +245,7 @@ def _underflows(measured: Sequence[Measured]) -> tuple[Underflow, ...]:
     found = [
         Underflow(m.primitive, m.location, *m.statistics.underflow)
         for m in measured
-        if narrow(m.dtype)
+        if below_float32(m.dtype)
         and m.statistics.nonzero
         and sum(m.statistics.underflow) >= _LEAST_LOST
         and kind_of(m, share=0.0) == "underflow"
@@ -265,6 +265,6 @@ def _histograms(
         key = "/".join(m.scope) or function, m.scaled
         if m in at_fault:
             kinds[key][at_fault[m]] = None
-        if m in at_fault or narrow(m.dtype):
+        if m in at_fault or below_float32(m.dtype):
             counts[key] += m.statistics.exponents
     return tuple(Histogram(*key, counts[key], tuple(kinds[key])) for key in counts)

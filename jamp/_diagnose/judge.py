@@ -33,7 +33,7 @@ from jamp._diagnose.outcomes import (
 )
 from jamp._diagnose.program import Program, Settings, Subject
 from jamp._diagnose.walk import EXACTLY, Steps, Walk
-from jamp._dtypes import narrow
+from jamp._dtypes import below_float32
 from jamp._equations import atoms, equations
 from jamp._primitives import CALLS, FUNCTIONS, MOVEMENT, SUMS
 from jamp._tracing.casts import is_explicit
@@ -110,7 +110,7 @@ def made_by(rounding: Measured) -> Measured:
 def behind(fault: Fault) -> list[Measured]:
     """The operations in 16 bits that led to a fault, nearest first, one per line."""
     found = led_to(fault.measured.operands) if fault.measured else []
-    return one_per_line(m for m in found if narrow(m.dtype))
+    return one_per_line(m for m in found if below_float32(m.dtype))
 
 
 def _beginning(found: Measured) -> Measured:
@@ -129,7 +129,7 @@ def _passes_on(measured: Measured) -> bool:
     if found.introduced != found.introduced_once:
         # In a loop, the carry may have brought the error.
         return False
-    if not narrow(measured.dtype) or not found.introduced:
+    if not below_float32(measured.dtype) or not found.introduced:
         return True
     return (
         measured.primitive in FUNCTIONS
@@ -254,7 +254,7 @@ def _beside_float32_alone(
     """
     program = subject.program(settings, "as written")
     every_atom = atoms(equations(program.closed))
-    if any(narrow(_dtypes.dtype_of(atom)) for atom in every_atom):
+    if any(below_float32(_dtypes.dtype_of(atom)) for atom in every_atom):
         return outcomes  # it casts by itself
     rng, run = np.random.default_rng(0), _compiled(program)
     half = float(jnp.finfo(settings.options.dtype).eps) / 2

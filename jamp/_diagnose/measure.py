@@ -181,8 +181,8 @@ class Measured:
         return self.eqns[0].primitive.name
 
     @property
-    def matmul(self) -> bool:
-        return self.primitive in _primitives.MATMULS
+    def is_product(self) -> bool:
+        return self.primitive in _primitives.PRODUCTS
 
     @property
     def cast(self) -> bool:

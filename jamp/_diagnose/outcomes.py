@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jamp._diagnose.measure import Measured, Pair, Statistics, measure
-from jamp._dtypes import narrow
+from jamp._dtypes import below_float32
 
 # The error of independent roundings grows with the root of their number. An error of
 # more than this many times that is not explained by rounding.
@@ -106,7 +106,7 @@ class Verdict(NamedTuple):
 
 def error_limit(dtype: Any, measured: Iterable[Measured] = ()) -> float:
     """The largest relative error that rounding explains."""
-    roundings = max(sum(narrow(m.dtype) for m in measured), FEWEST_ROUNDINGS)
+    roundings = max(sum(below_float32(m.dtype) for m in measured), FEWEST_ROUNDINGS)
     return ROUNDINGS * float(jnp.finfo(dtype).eps) * math.sqrt(roundings)
 
 

@@ -51,7 +51,7 @@ def is_unseen(eqn: JaxprEqn) -> bool:
 
 
 def _in_16_bits(atom: Any) -> bool:
-    return _dtypes.narrow(_dtypes.dtype_of(atom))
+    return _dtypes.below_float32(_dtypes.dtype_of(atom))
 
 
 def _has_16_bits(eqn: JaxprEqn) -> bool:
@@ -89,14 +89,14 @@ def _wide_params(eqn: JaxprEqn, known: _Known) -> dict[str, Any]:
         info = jnp.finfo(_dtypes.widest([dtype, _dtypes.FLOAT32]))
         return {"exponent_bits": info.nexp, "mantissa_bits": info.nmant}
     wide = {name: _wide(name, value, known) for name, value in eqn.params.items()}
-    if eqn.primitive.name in _primitives.MATMULS:
+    if eqn.primitive.name in _primitives.PRODUCTS:
         wide["precision"] = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
     return wide
 
 
 def _wide(name: str, value: Any, known: _Known) -> Any:
     if name.endswith(("dtype", "element_type")) and isinstance(value, np.dtype):
-        return _dtypes.FLOAT32 if _dtypes.narrow(value) else value
+        return _dtypes.FLOAT32 if _dtypes.below_float32(value) else value
     if not _equations.programs_of(value):
         return value
     return jax.tree.map(lambda program: _wide_program(program, known), value)
@@ -116,7 +116,7 @@ def _wide_program(program: Any, known: _Known) -> Any:
 
 def _wide_constant(value: Any) -> Any:
     # JAX would trace a cast of its own.
-    narrow = _dtypes.narrow(getattr(value, "dtype", None))
+    narrow = _dtypes.below_float32(getattr(value, "dtype", None))
     return np.asarray(value).astype(_dtypes.FLOAT32) if narrow else value
 
 

@@ -158,7 +158,7 @@ def emit_scan(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
     # What is perturbed of arrays in 16 bits is wide, for their gradients to add up.
     wide = [
         array
-        if action.context.linear or not _dtypes.narrow(array.dtype)
+        if action.context.linear or not _dtypes.below_float32(array.dtype)
         else convert(casts.get(place, array), _dtypes.FLOAT32)
         for place, array in enumerate(arrays[:count])
     ]

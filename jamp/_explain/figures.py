@@ -306,7 +306,7 @@ class PolicyEntry(NamedTuple):
       kind: `'primitive'`, `'function'` or `'scope'`.
       name: its name or pattern.
       rule: its rule.
-      added: whether it is not in the policy of jamp's that has most of its entries.
+      added: whether it is not in that policy of jamp's which differs least.
     """
 
     kind: str

@@ -11,7 +11,8 @@ from jax.tree import leaves
 
 from jamp import _dtypes, _primitives
 
-_CALLS = {"jit", "closed_call"}
+# Calls in which the maker of a result is looked for.
+_LOOKED_INTO = {"jit", "closed_call"}
 
 
 class Residual(NamedTuple):
@@ -92,7 +93,7 @@ def _makers_of_results(jaxpr: Any, call: tuple[int, ...] = ()) -> list[Any]:
         made: list[Any] = [Residual(call, var, eqn) for var in eqn.outvars]
         if all(operand is None for operand in operands):
             made = [None] * len(made)
-        elif name in _CALLS:
+        elif name in _LOOKED_INTO:
             (program,) = jaxprs_in_params(eqn.params)
             inner = _makers_of_results(program, (*call, id(eqn)))
             made = [operands[m] if isinstance(m, int) else m for m in inner]

@@ -185,7 +185,7 @@ def _facts(eqn: JaxprEqn, operands: Sequence[Facts], where: str) -> Facts:
         name == "div" and "huge" in taken[1] and "sum" not in common
     ):
         lost |= _ADVICE.keys()
-    kept = some if name in _primitives.MATMULS else common
+    kept = some if name in _primitives.PRODUCTS else common
     found = {fact: at for fact, at in kept.items() if fact not in lost}
     product = name in ("div", "mul") and any("falling" in facts for facts in taken)
     falls = product or name in ("neg", "sub") or "falling" in common
@@ -198,7 +198,7 @@ def _power(eqn: JaxprEqn, operands: Sequence[Facts]) -> float:
     name, (x, *others) = eqn.primitive.name, eqn.invars
     if name == "pow" and isinstance(others[0], Literal):
         return float(others[0].val)
-    if name in _primitives.MATMULS | {"mul"}:
+    if name in _primitives.PRODUCTS | {"mul"}:
         sources = [facts.get("reshaped") for facts in operands[:2]]
         same = sources[0] is not None and sources[0] == sources[1]
         return 2 if same or x is others[0] else 1

@@ -44,8 +44,8 @@ def widened_by_bits(array: Any) -> Any:
     """An array in float32, if it is in bfloat16, by its bits.
 
     Of a cast XLA may take what was rounded to bfloat16 instead, and not for the other
-    operand: what is equal would not be any more. But it counts bits as arithmetic, and
-    hands what has more of that than bytes to threads, however small it is.
+    operand: what is equal would not be any more. But it counts operations on bits as
+    arithmetic, and gives what has more of that than bytes to threads, however small.
     """
     if jax.typeof(array).dtype != BFLOAT16:
         return array

@@ -77,7 +77,7 @@ def bound_as(
     if has_own_product(name, dtypes):
         product = _PRODUCTS[name][bool(weights)]
         return product, product_params(params, avals[0].dtype, weights, rounded, to)
-    if name in _primitives.MATMULS:
+    if name in _primitives.PRODUCTS:
         params = _params_of_product(params, avals)
     elif name in _primitives.SCATTERS:
         params = _params_of_scatter(eqn, avals)

@@ -166,8 +166,9 @@ def _is_slow(left: Factor, right: Factor) -> bool:
 def _is_looped(left: Factor, right: Factor) -> bool:
     """Whether XLA makes a loop of a stack of small matrices.
 
-    It ends the process where it has found a transposed result better, which it can't
-    write so; the barriers behind products by instructions keep that from going away.
+    XLA ends the process if it picks a transposed layout for the result of such a loop,
+    which it can't write. Barriers behind products by instructions keep transposes that
+    would else be simplified away.
     """
     multiplications = size_along(left.array, left.added) * left.rows * right.rows
     return bool(left.batch) and not KEEPS_BARRIERS and multiplications < _LOOPED_BELOW

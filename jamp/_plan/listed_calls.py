@@ -147,7 +147,7 @@ def plan_listed_call(call: ListedCall) -> None:
     forced = call.ruling.inside
     inner = call.context._replace(inside=call.context.inside | {call.function})
     first = len(env.plan.records)
-    products = (e for e in nested(eqns) if e.primitive.name in _primitives.MATMULS)
+    products = (e for e in nested(eqns) if e.primitive.name in _primitives.PRODUCTS)
     stays = rule is Rule.LOWER and any(map(_stays_as_traced, products))
     # Of what is differentiated, JAX puts what is known of a call in front of a loop:
     # what is made of constants alone is a constant still.
@@ -242,10 +242,10 @@ def runs_in_float32(eqns: Sequence[JaxprEqn]) -> bool:
 
 
 def _in_16_bits(entering: dict[Any, Value], caster: Caster) -> dict[Any, Value]:
-    """The activations that enter a lowered call, in 16 bits.
+    """What enters a lowered call in 16 bits: of the highest rank, as activations are.
 
-    Weights are left to their matmuls, and what is added to the product to its rule, so
-    that a bias is broadcast, and its gradient summed, in float32.
+    What has fewer dimensions, as a bias, is left to the rule of what reads it, so that
+    it is broadcast, and its gradient summed, in float32.
     """
     rank = max((value.ndim for value in entering.values()), default=0)
     return {

@@ -165,7 +165,7 @@ def plan_as_traced(equation: Equation) -> list[Value]:
 def _bound_to_dtypes(eqn: JaxprEqn) -> bool:
     """Whether an equation can only run as traced, whatever its rule."""
     name = eqn.primitive.name
-    if name in _primitives.MATMULS:
+    if name in _primitives.PRODUCTS:
         return explicit_precision(eqn)
     return holds_program(eqn) and name not in _primitives.SCATTERS
 
@@ -260,7 +260,7 @@ def result_dtypes(
     name = eqn.primitive.name
     if used == traced:
         return outs
-    if name in _primitives.MATMULS:
+    if name in _primitives.PRODUCTS:
         return [_dtypes.widest(used[:2])]
     if name in _primitives.COMPARISONS:
         return outs
@@ -286,7 +286,7 @@ def _result_traits(equation: Equation, operands: Values, used: Sequence[Any]) ->
     numbers = None
     if caster.record.ruling.rule is Rule.PROMOTE:
         numbers = propagate(eqn, [v.traits.numbers for v in operands])
-    if name in _primitives.MATMULS:
+    if name in _primitives.PRODUCTS:
         low = all(d in _dtypes.LOW_DTYPES for d in used[:2])
         if not low or adds_nothing(eqn):
             return Traits(data=data)

@@ -14,7 +14,7 @@ def adds_nothing(eqn: JaxprEqn) -> bool:
     """Whether an equation is a product that adds nothing up."""
     name = eqn.primitive.name
     grouped = eqn.params.get("feature_group_count", 1) > 1
-    if name not in _primitives.MATMULS or grouped or name == "ragged_dot_general":
+    if name not in _primitives.PRODUCTS or grouped or name == "ragged_dot_general":
         return False
     return all(isinstance(size, int) and size == 1 for size in contracted(eqn))
 

@@ -1,8 +1,9 @@
 """Rules for equations that hold programs: what becomes of the programs inside.
 
-A function with rules of its own for derivatives or batching is planned here. Its rule
-is traced, planned and run by `jamp._emit.custom_functions` when it is differentiated or
-batched: not before, because a function need not have one that works.
+A function with rules of its own for derivatives or batching is planned here; its rule,
+when it is differentiated or batched, by `jamp._emit.custom_functions`. Before, the rule
+may be traced to tell what it would be under the policy; one that cannot be, as a
+function need not have one that works, is left to whoever asks for it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -147,7 +148,7 @@ def plan_scan(equation: Equation) -> list[Value]:
     equation.note(inner)
     # Its emission has their gradients added up in float32.
     rewrites = equation.caster.record.ruling.rule is not Rule.AS_TRACED
-    adds_up = rewrites and any(_dtypes.narrow(value.dtype) for value in consts)
+    adds_up = rewrites and any(_dtypes.below_float32(value.dtype) for value in consts)
     if not (inner.changed or changed or adds_up):
         return equation.as_traced()
     equation.plan.changed = True

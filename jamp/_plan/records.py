@@ -66,7 +66,7 @@ class Ruling(NamedTuple):
     @property
     def source(self) -> str:
         """Where the rule came from, for people to read."""
-        if self.origin is Origin.OPAQUE and self.entry in _primitives.MATMULS:
+        if self.origin is Origin.OPAQUE and self.entry in _primitives.PRODUCTS:
             return "precision asked for in the program"
         words = _SOURCES.get(self.origin, "{0.label} in {0.policy.name}")
         return words.format(self)
@@ -149,7 +149,7 @@ class Record:
     @property
     def is_product(self) -> bool:
         """Whether it is a matmul or a convolution, and adds up."""
-        matmul = self.primitive in _primitives.MATMULS
+        matmul = self.primitive in _primitives.PRODUCTS
         return matmul and not adds_nothing(self.eqn)
 
     @property

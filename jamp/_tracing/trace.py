@@ -152,7 +152,9 @@ def _as_written(
     """Traces as written; as if in float32 where 16-bit arguments cannot be traced."""
     avals = [jax.typeof(array) for array in arrays]
     widened = [
-        aval.update(dtype=_dtypes.FLOAT32) if _dtypes.narrow(aval.dtype) else aval
+        aval.update(dtype=_dtypes.FLOAT32)
+        if _dtypes.below_float32(aval.dtype)
+        else aval
         for aval in avals
     ]
     try:
@@ -198,7 +200,7 @@ def _raised_by_jax(error: Exception) -> bool:
 
 def _refuses_16_bits(program: Any) -> bool:
     return any(
-        _dtypes.narrow(_dtypes.dtype_of(var))
+        _dtypes.below_float32(_dtypes.dtype_of(var))
         for eqn in equations(program)
         if eqn.primitive.name in _primitives.FLOAT32_ONLY
         for var in eqn.invars

@@ -61,7 +61,8 @@ def apart_from(action: Structural) -> Apart | None:
     if action.kind == "scan":
         consts, carry = scan_counts(params)
         return Apart(0, consts + carry, carry, shared=consts)
-    # Without a policy a checkpoint keeps what it takes, which is nobody's rest.
+    # Without a policy a checkpoint saves its inputs alone: only cotangents may cross it
+    # in float32.
     if action.kind == "remat2" and params["policy"] is None:
         cotangents = Apart(0, len(action.operands), 0)
         return cotangents if action.context.transposed else None

@@ -30,7 +30,7 @@ class Elements:
         """Notes what the results of an action, which reads some values, come from."""
         found = self._kind(action)
         computes = found is not None and not (found.exact or found.moves)
-        if computes or action.eqn.primitive.name in _primitives.MATMULS:
+        if computes or action.eqn.primitive.name in _primitives.PRODUCTS:
             return
         if elements := self._of(read):
             made = [value.number for value in action.results]

@@ -188,7 +188,7 @@ class _Writer:
             return True
         read = [self._entering(value) for value in taken(action)]
         if found.compares:
-            # XLA may spare the rounding of one, and then it must not make the other.
+            # Where XLA spares the rounding of one alone, what is equal would differ.
             return all(map(self._at_hand, (value for value in read if value.low)))
         if not found.low:
             # It computes in float32 anyway. What it adds is not kept beside 16 bits.
