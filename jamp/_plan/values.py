@@ -126,7 +126,10 @@ def scale_of(eqn: JaxprEqn, operands: Sequence[Value]) -> float:
     every = [value.traits.numbers for value in operands]
     constants = [abs(n) for numbers in every if numbers for n in numbers]
     scaled = [value.traits.scale for value in operands if not value.follows]
-    return constants[0] * scaled[0] if len(constants) == len(scaled) == 1 else 1.0
+    scale = math.prod([*constants, *scaled])
+    # A key of caches has to equal itself, as NaN does not.
+    known = len(constants) == len(scaled) == 1 and math.isfinite(scale)
+    return scale if known else 1.0
 
 
 def overscaled(eqn: JaxprEqn, operands: Sequence[Value], dtype: DType) -> bool:
