@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, InitVar, dataclass
+from dataclasses import dataclass
 from functools import partial
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, NamedTuple, Never
@@ -16,7 +16,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from jamp._errors import ScalerError, ScalerTypeError
 from jamp._loss_scaling import arguments, arithmetic, torch_calls
-from jamp._loss_scaling.arguments import LARGEST, LARGEST_COUNT, any_of, expect
+from jamp._loss_scaling.arguments import LARGEST, LARGEST_COUNT, expect
 from jamp._loss_scaling.arithmetic import outside_of_autocast, select
 from jamp.pallas_kernels import all_finite, unscale_and_check
 
@@ -57,7 +57,8 @@ class ScalerState(NamedTuple):
 _takes_state = partial(torch_calls.takes_state, ScalerState)
 
 
-@dataclass(frozen=True)
+@torch_calls.without_device
+@dataclass(frozen=True, kw_only=True)
 class GradScaler:
     """Scales the loss, so that small gradients do not vanish in float16.
 
@@ -98,8 +99,6 @@ class GradScaler:
       ScalerTypeError: a value of the wrong type, or a device, as in torch.
     """
 
-    device: InitVar[None] = None
-    _: KW_ONLY
     init_scale: float = 2.0**16
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
@@ -109,12 +108,7 @@ class GradScaler:
     max_scale: float | None = None
     hysteresis: int = 1
 
-    def __post_init__(self, device: None) -> None:
-        if device is not None:
-            raise ScalerTypeError(
-                "a jamp.GradScaler has no device, and takes its options by name, as in "
-                f"GradScaler(init_scale=1024.0): got {device!r}"
-            )
+    def __post_init__(self) -> None:
         options = {name: getattr(self, name) for name in _OPTIONS}
         for name, value in _checked(options).items():
             object.__setattr__(self, name, value)
@@ -230,8 +224,7 @@ class GradScaler:
             given = arguments.new_scale_of(state.scale, new_scale)
             scale = jnp.clip(given, self.min_scale, self.max_scale)
             return state._replace(scale=scale)
-        _refuse_state(found_inf)
-        found = any_of(found_inf, "update")
+        found = _any_of(found_inf, "update")
         state = state._replace(
             # That of a restored state may be of a scaler with other bounds.
             scale=jnp.clip(state.scale, self.min_scale, self.max_scale)
@@ -290,8 +283,7 @@ class GradScaler:
                 "the optimizer is one of jamp.dynamic_loss_scaling, which unscales and "
                 "skips by itself: call its update, or hand step the inner optimizer"
             )
-        _refuse_state(found_inf)
-        found = any_of(found_inf, "step") if self.enabled else None
+        found = _any_of(found_inf, "step") if self.enabled else None
         grads = grads if found is None else arithmetic.as_if_finite(found, grads)
         update = optax.with_extra_args_support(tx).update
         updates, new_opt_state = update(grads, opt_state, params, **extra_args)
@@ -377,9 +369,10 @@ class GradScaler:
         return scaler, scaler.init()._replace(growth_tracker=count)
 
 
-def _refuse_state(found_inf: Any) -> None:
+def _any_of(found_inf: Any, method: str) -> jax.Array:
     given = arguments.instances(found_inf, ScalerState)
     expect(not given, found_inf, "found_inf must be what unscale returned,")
+    return arguments.any_of(found_inf, method)
 
 
 def _checked(options: Mapping[str, Any]) -> dict[str, Any]:

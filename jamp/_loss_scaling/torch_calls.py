@@ -9,6 +9,7 @@ from jamp._loss_scaling.arguments import expect
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_C = TypeVar("_C")
 
 if TYPE_CHECKING:
     of_the_class = classmethod
@@ -19,6 +20,24 @@ else:
 
         def __get__(self, instance, owner=None):
             return super().__get__(instance, owner) if instance is None else _refused
+
+
+def without_device(made: type[_C]) -> type[_C]:
+    """Has a class whose options have names say so where a device comes first."""
+    init = vars(made)["__init__"]
+
+    @wraps(init)
+    def named(self: Any, *unnamed: Any, **options: Any) -> None:
+        if unnamed or "device" in options:
+            given = ", ".join(map(repr, unnamed or (options["device"],)))
+            raise ScalerTypeError(
+                "a jamp.GradScaler has no device, and takes its options by name, as in "
+                f"GradScaler(init_scale=1024.0): got {given}"
+            )
+        init(self, **options)
+
+    made.__init__ = named  # type: ignore[method-assign]
+    return made
 
 
 def _refused(*args: Any, **kwargs: Any) -> Never:

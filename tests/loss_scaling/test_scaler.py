@@ -290,6 +290,8 @@ def test_a_scaler_has_no_device_and_its_options_are_named(device):
         GradScaler(device)
     with pytest.raises(ScalerTypeError, match=message):
         GradScaler(device=device)
+    with pytest.raises(ScalerTypeError, match=message + ", 1024.0"):
+        GradScaler(device, 1024.0)
 
 
 @pytest.mark.parametrize("enabled", [True, False])
