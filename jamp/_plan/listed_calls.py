@@ -21,7 +21,13 @@ from jamp._tracing.options import Options
 from jamp._tracing.regions import Scope
 
 # What decides inside of a listed function, whatever its rule.
-_DECISIVE = {Origin.FUNCTION, Origin.OPAQUE, Origin.REGION, Origin.SCOPE}
+_DECISIVE = {
+    Origin.FUNCTION,
+    Origin.OPAQUE,
+    Origin.PRECISION,
+    Origin.REGION,
+    Origin.SCOPE,
+}
 
 
 @dataclass(frozen=True, eq=False)

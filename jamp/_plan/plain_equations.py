@@ -130,8 +130,9 @@ def plan_plain(equation: Equation) -> list[Value]:
     eqn, operands, caster = equation.eqn, equation.operands, equation.caster
     context = equation.context
     rule = caster.record.ruling.rule
-    if rule is not Rule.AS_TRACED and _bound_to_dtypes(eqn):
-        return plan_as_traced(equation)
+    bound = None if rule is Rule.AS_TRACED else _bound_to_dtypes(eqn)
+    if bound:
+        return plan_as_traced(equation, bound)
     layer = _plan_layer(equation) if eqn.primitive.name == "add" else None
     if layer is not None:
         return layer
@@ -155,19 +156,20 @@ def _plan_layer(equation: Equation) -> list[Value] | None:
     return [caster.cast(result, product.dtype)]
 
 
-def plan_as_traced(equation: Equation) -> list[Value]:
+def plan_as_traced(equation: Equation, why: Origin = Origin.OPAQUE) -> list[Value]:
     """Plans an equation in the dtypes it was traced in, whatever its rule."""
     name = equation.eqn.primitive.name
-    equation.caster.record.ruling = Ruling(Rule.AS_TRACED, Origin.OPAQUE, name)
+    equation.caster.record.ruling = Ruling(Rule.AS_TRACED, why, name)
     return plan_plain(equation)
 
 
-def _bound_to_dtypes(eqn: JaxprEqn) -> bool:
-    """Whether an equation can only run as traced, whatever its rule."""
+def _bound_to_dtypes(eqn: JaxprEqn) -> Origin | None:
+    """Why an equation can only run as traced, whatever its rule, if it can."""
     name = eqn.primitive.name
     if name in _primitives.PRODUCTS:
-        return explicit_precision(eqn)
-    return holds_program(eqn) and name not in _primitives.SCATTERS
+        return Origin.PRECISION if explicit_precision(eqn) else None
+    opaque = holds_program(eqn) and name not in _primitives.SCATTERS
+    return Origin.OPAQUE if opaque else None
 
 
 def cast_and_bind(equation: Equation, dtypes: Dtypes) -> list[Value]:

@@ -31,6 +31,7 @@ class Origin(enum.Enum):
     PRIMITIVE = "primitive"
     DEFAULT = "default"
     OPAQUE = "opaque"
+    PRECISION = "precision"
     ELEMENTWISE = "elementwise"
     TABLE = "table"
     INTEGERS = "integers"
@@ -66,8 +67,6 @@ class Ruling(NamedTuple):
     @property
     def source(self) -> str:
         """Where the rule came from, for people to read."""
-        if self.origin is Origin.OPAQUE and self.entry in _primitives.PRODUCTS:
-            return "precision asked for in the program"
         words = _SOURCES.get(self.origin, "{0.label} in {0.policy.name}")
         return words.format(self)
 
@@ -76,6 +75,7 @@ _SOURCES = {
     Origin.REGION: "{0.label}",
     Origin.DEFAULT: "{0.label} is unknown to {0.policy.name}",
     Origin.OPAQUE: "{0.label} runs only in the dtypes it was traced in",
+    Origin.PRECISION: "precision asked for in the program",
     Origin.ELEMENTWISE: "{0.label} that adds nothing up is elementwise",
     Origin.TABLE: "made of iota and literals alone",
     Origin.INTEGERS: "{0.label} of integers that 16 bits would round",
