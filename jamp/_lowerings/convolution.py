@@ -25,12 +25,11 @@ from jamp._lowerings.depthwise import (
     is_depthwise,
     is_gradient_of_depthwise,
 )
-from jamp._lowerings.patches import (
+from jamp._lowerings.patches import by_places, by_windows
+from jamp._lowerings.pictures import (
     Shape,
     arranged,
     as_bits,
-    by_places,
-    by_windows,
     from_bits,
     merged,
     ordered,

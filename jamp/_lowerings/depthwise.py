@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jamp._dtypes import FLOAT32, DType
-from jamp._lowerings.patches import Shape, arranged, padded
+from jamp._lowerings.pictures import Shape, arranged, padded
 
 # Of so many rows of a picture at a time the products are added up before the sums of
 # the rows before are read.

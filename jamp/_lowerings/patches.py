@@ -7,9 +7,9 @@ some pictures at a time, so that they stay in the cache.
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,67 +17,21 @@ import numpy as np
 from jax import lax
 
 from jamp._dtypes import BFLOAT16, FLOAT32, DType
+from jamp._lowerings.pictures import (
+    Shape,
+    arranged,
+    as_bits,
+    from_bits,
+    merged,
+    padded,
+    rounded,
+)
 from jamp._lowerings.product import multiply_on_cpu
 from jamp._lowerings.releases import KEEPS_BARRIERS, MOVES_BFLOAT16_AS_FLOAT32
 
 # Of more, patches leave the cache before they are read; of fewer, a loop takes longer.
 _MOST_BYTES = 8 * 2**20
 _LEAST_BYTES = 2**20
-
-
-class Shape(NamedTuple):
-    """The parameters of a convolution that say what meets what."""
-
-    window_strides: Sequence[int]
-    padding: Sequence[tuple[int, int]]
-    lhs_dilation: Sequence[int]
-    rhs_dilation: Sequence[int]
-    dimension_numbers: lax.ConvDimensionNumbers
-    feature_group_count: int
-    batch_group_count: int
-
-    @classmethod
-    def of(cls, params: Mapping[str, Any]) -> Self:
-        return cls(*(params[name] for name in cls._fields))
-
-
-def as_bits(array: Any) -> Any:
-    """Numbers of bfloat16 as their bits, where XLA would move them as float32.
-
-    Arrays of other dtypes are left as they are.
-    """
-    if array.dtype != BFLOAT16 or not MOVES_BFLOAT16_AS_FLOAT32:
-        return array
-    return lax.bitcast_convert_type(array, jnp.uint16)
-
-
-def from_bits(array: Any) -> Any:
-    if array.dtype != jnp.uint16:
-        return array
-    return lax.bitcast_convert_type(array, BFLOAT16)
-
-
-def rounded(array: Any) -> Any:
-    """Pictures in bfloat16, or its bits, in which they may be already."""
-    if array.dtype == jnp.uint16:
-        return array
-    return as_bits(lax.convert_element_type(array, BFLOAT16))
-
-
-def arranged(result: Any, places: Sequence[int], out_spec: Sequence[int]) -> Any:
-    """A result in its order, from where its batch, features and others are now."""
-    order = [places[out_spec.index(d)] for d in range(result.ndim)]
-    return lax.transpose(result, order)
-
-
-def ordered(
-    array: Any, spec: Sequence[int], order: Sequence[int]
-) -> tuple[Any, Sequence[int]]:
-    """An array with its dimensions in an order, and where those of `spec` are then."""
-    if [*order] == sorted(order):
-        return array, spec
-    moved = lax.transpose(rounded(array), order)
-    return moved, [order.index(d) for d in spec]
 
 
 class Steps(NamedTuple):
@@ -111,14 +65,6 @@ def _steps(
     features = [[lhs.shape[feature]] * count for count in counts]
     described = zip(spatial, sizes, strides, dilations, features, strict=True)
     return [Steps(*of) for of in described]
-
-
-def padded(lhs: Any, shape: Shape) -> Any:
-    config = [(0, 0, 0)] * lhs.ndim
-    spatial = shape.dimension_numbers.lhs_spec[2:]
-    for d, (low, high) in zip(spatial, shape.padding, strict=True):
-        config[d] = low, high, 0
-    return lax.pad(lhs, jnp.zeros((), lhs.dtype), config)
 
 
 def _folded(lhs: Any, shape: Shape, steps: list[Steps]) -> tuple[Any, list[Steps]]:
@@ -325,16 +271,3 @@ def _hidden(lhs: Any, starts: Sequence[Sequence[int]]) -> tuple[Any, Any]:
     lhs, numbers = lax.optimization_barrier((lhs, numbers))
     low = np.uint32(2**24 - 1)
     return lhs, [[lax.bitwise_and(number, low) for number in of] for of in numbers]
-
-
-def merged(stacked: Any, dims: Sequence[int], *, minor: bool = False) -> Any:
-    """An array whose leading dimensions are merged into others, one into each."""
-    order: list[int] = []
-    sizes = []
-    for d in range(stacked.ndim - len(dims)):
-        together = [len(dims) + d]
-        if d in dims:
-            together.insert(1 if minor else 0, dims.index(d))
-        order += together
-        sizes.append(math.prod(stacked.shape[at] for at in together))
-    return lax.transpose(stacked, order).reshape(sizes)

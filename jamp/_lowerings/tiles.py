@@ -12,7 +12,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from jamp._dtypes import DType
-from jamp._lowerings.patches import Shape, arranged, as_bits, from_bits, padded, rounded
+from jamp._lowerings.pictures import (
+    Shape,
+    arranged,
+    as_bits,
+    from_bits,
+    padded,
+    rounded,
+)
 from jamp._lowerings.product import multiply_on_cpu
 from jamp._lowerings.releases import MOVES_BFLOAT16_AS_FLOAT32
 
