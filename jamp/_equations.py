@@ -16,8 +16,8 @@ from jax.extend.core import (
 )
 
 from jamp._compat import array_in, becomes_a_program, checkpoint, settings
-from jamp._dtypes import shape_of
-from jamp._primitives import CALLS
+from jamp._dtypes import FLOAT32, dtype_of, eligible, is_float64, shape_of
+from jamp._primitives import CALLS, CHEAP
 
 
 def equations(
@@ -58,6 +58,19 @@ def nested(
 def atoms(eqns: Iterable[JaxprEqn]) -> Iterator[Any]:
     """What some equations take and give."""
     return (atom for eqn in eqns for atom in (*eqn.invars, *eqn.outvars))
+
+
+def is_cheap(eqns: Sequence[JaxprEqn]) -> bool:
+    """Whether some equations cost little to compute again."""
+    return all(eqn.primitive.name in CHEAP for eqn in nested(eqns))
+
+
+def runs_in_float32(eqns: Sequence[JaxprEqn]) -> bool:
+    """Whether all that autocast could cast in some equations is float32 as traced."""
+    return all(
+        dtype is None or dtype == FLOAT32 or not (eligible(dtype) or is_float64(dtype))
+        for dtype in map(dtype_of, atoms(nested(eqns)))
+    )
 
 
 def replaced(

@@ -9,7 +9,7 @@ from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 
 from jamp import _dtypes, _primitives
 from jamp._dtypes import FLOAT32, DType
-from jamp._equations import atoms, closed, nested, read_by
+from jamp._equations import closed, is_cheap, nested, read_by, runs_in_float32
 from jamp._plan.plan import Caster, Context, Environment, Float32Call
 from jamp._plan.products import explicit_precision
 from jamp._plan.records import Origin, Record, Returned, Ruling, with_inner
@@ -227,24 +227,10 @@ def _stays_as_traced(product: JaxprEqn) -> bool:
     return left or explicit_precision(product)
 
 
-def is_cheap(eqns: Sequence[JaxprEqn]) -> bool:
-    return all(eqn.primitive.name in _primitives.CHEAP for eqn in nested(eqns))
-
-
 def _has_no_product(eqns: Sequence[JaxprEqn]) -> bool:
     """Whether equations multiply no matrices, and float32 in them need not be saved."""
     names = {eqn.primitive.name for eqn in nested(eqns)}
     return names <= _primitives.LINEAR or (is_cheap(eqns) and runs_in_float32(eqns))
-
-
-def runs_in_float32(eqns: Sequence[JaxprEqn]) -> bool:
-    """Whether all that autocast could cast in some equations is float32 as traced."""
-    return all(
-        dtype is None
-        or dtype == FLOAT32
-        or not (_dtypes.eligible(dtype) or _dtypes.is_float64(dtype))
-        for dtype in map(_dtypes.dtype_of, atoms(nested(eqns)))
-    )
 
 
 def _in_16_bits(entering: dict[Any, Value], caster: Caster) -> dict[Any, Value]:

@@ -17,7 +17,7 @@ import jax
 from jamp import _dtypes, _primitives
 from jamp._compat import is_plain_array, scan_counts, settings
 from jamp._dtypes import FLOAT32
-from jamp._equations import closed, constants, nested
+from jamp._equations import closed, constants, nested, runs_in_float32
 from jamp._errors import BannedOpError
 from jamp._plan.carries import (
     carry_in,
@@ -27,7 +27,7 @@ from jamp._plan.carries import (
     meet,
     settled_carry,
 )
-from jamp._plan.listed_calls import ruling_of_called, runs_in_float32
+from jamp._plan.listed_calls import ruling_of_called
 from jamp._plan.plain_equations import plan_as_traced, plan_plain
 from jamp._plan.plan import Cast, Equation, Float32Call, Plan, Structural
 from jamp._plan.records import Conversion, with_inner

@@ -15,12 +15,11 @@ from jax.extend.core import JaxprEqn
 from jamp import _primitives
 from jamp._compat import scan_counts
 from jamp._dtypes import FLOAT32, size_of
-from jamp._equations import holds_any, nested
-from jamp._plan.listed_calls import runs_in_float32
+from jamp._equations import holds_any
 from jamp._plan.plan import Action, Bind, Cast, Float32Call, Plan, Structural
 from jamp._plan.records import Origin
+from jamp._plan.unrounded.kinds import Kind, is_float32_function, kind_of
 from jamp._plan.values import Value, Values
-from jamp._policy.rules import Rule
 
 # What has at most one number for so many of another costs few bytes beside it.
 _FEW = 16
@@ -71,25 +70,6 @@ def apart_from(action: Structural) -> Apart | None:
     return others.get(action.kind)
 
 
-class Kind(NamedTuple):
-    """Of an action that could run in the float32 that its equation was traced in."""
-
-    low: bool  # whether its results have 16 bits
-    exact: bool = False  # whether it makes no rounding of its own
-    moves: bool = False  # whether it changes no number at all
-    linear: bool = False  # whether its backward pass needs nothing of its operands
-    scales: bool = False  # whether it scales or shifts 16 bits by a constant number
-    compares: bool = False  # whether it takes 16 bits and gives none, as comparisons
-    orders: bool = False  # whether it orders them, or says which come first
-    view: bool = False  # whether calls in float32 that read its result do it themselves
-    masks: bool = False  # whether it does so by constants, a number or an array
-
-
-def is_float32_function(action: Action) -> bool:
-    """Whether an action is a function with a rule that is to run in float32."""
-    return isinstance(action, Structural) and action.in_float32
-
-
 def _names(action: Action) -> tuple[str, ...]:
     """What a reader in float32 is called, if it is one of the program's equations."""
     if action.caster is None:
@@ -98,71 +78,8 @@ def _names(action: Action) -> tuple[str, ...]:
     return (str(record.eqn.params["name"]) if record.entry == "jit" else record.entry,)
 
 
-def _kind(action: Action) -> Kind | None:
-    """What an elementwise or reducing action is; None for all others."""
-    if not isinstance(action, Bind | Structural) or not action.results:
-        return None
-    if is_float32_function(action):
-        return Kind(low=any(value.low for value in action.results))
-    if isinstance(action, Structural) and not action.is_call:
-        return None
-    names = {eqn.primitive.name for eqn in nested([action.eqn])}
-    low = [value.low for value in action.results]
-    takes_low = any(value.low for value in action.operands)
-    if names <= _primitives.ORDERS and takes_low:
-        return Kind(low=any(low), compares=True, orders=True)
-    exact = names <= _primitives.EXACT
-    # Derivative rules of functions are theirs, but for those of exact ones, as of relu.
-    fits = exact or names <= _primitives.CHEAP - {"custom_jvp_call"}
-    if not fits or any(low) != all(low) or not runs_in_float32([action.eqn]):
-        return None
-    promotes = action.caster.record.ruling.rule is Rule.PROMOTE
-    if low[0] and isinstance(action, Bind) and not promotes:
-        return None
-    scales = isinstance(action, Bind) and _scales_low(action, _is_number)
-    again = isinstance(action, Structural) and _is_made_again(action, names)
-    widens = again and action.results[0].dtype == FLOAT32
-    return Kind(
-        low=low[0],
-        exact=exact,
-        moves=names <= _primitives.MOVING,
-        linear=scales or names <= _primitives.LINEAR,
-        scales=scales,
-        compares=takes_low and not low[0] and not widens,
-        view=not low[0] and (scales or names == {"broadcast_in_dim"}),
-        masks=isinstance(action, Bind) and _scales_low(action, _is_of_numbers),
-    )
-
-
-def _is_made_again(call: Structural, names: set[str]) -> bool:
-    """Whether a call's float32 may be computed again with its readers.
-
-    On GPUs it moves more bytes, but for what is smaller than what it was reduced from.
-    """
-    if call.device_type == "cpu":
-        return True
-    shapes = [value.aval.shape for value in call.operands]
-    reduces = not names.isdisjoint(_primitives.REDUCTIONS | _primitives.SUMS)
-    return reduces and call.results[0].aval.shape not in shapes
-
-
-def _scales_low(action: Bind, known: Callable[[Value], bool]) -> bool:
-    name = action.eqn.primitive.name
-    values = action.operands[1:] if name == "div" else action.operands
-    low = any(value.low for value in action.read)
-    return name in _primitives.SCALING and any(map(known, values)) and low
-
-
 def _sums(eqns: Iterable[JaxprEqn]) -> bool:
     return holds_any(eqns, _primitives.SUMS)
-
-
-def _is_number(value: Value) -> bool:
-    return value.constant is not None
-
-
-def _is_of_numbers(value: Value) -> bool:
-    return value.follows
 
 
 def _small(values: Sequence[Value]) -> set[int]:
@@ -210,7 +127,7 @@ class Readers:
         self.adds = {plan.results[place].number for place in results.adds}
         # Elementwise actions whose results only readers in float32 have.
         self.unrounded: set[Action] = set()
-        self.kind = cache(_kind)
+        self.kind = cache(kind_of)
         self._of = of
         # What is split, as it is or moved.
         self._parted: set[int] = set()
@@ -348,53 +265,71 @@ class Readers:
     def _add_equation(self, action: Bind | Structural, lows: set[int]) -> None:
         """Adds how an equation reads its operands, of which some have 16 bits."""
         found = self.kind(action)
+        if found is None:
+            self._add_operands(action, lows)
+            return
         made = {value.number for value in action.results}
-        same = found is not None and (found.exact or found.moves or found.masks)
+        same = found.exact or found.moves or found.masks
         if same and made & self.inside:
             self.inside |= lows
             self.low |= lows
-        elementwise = found is not None and found.low and not found.orders
-        if found is not None and found.orders and len(lows) == 1:
-            self._widen(lows, _names(action))
-            return
-        if found is not None and found.compares and len(lows) == 1:
-            if any(value.dtype == FLOAT32 for value in action.results):
+        if found.compares and len(lows) == 1:
+            # It takes whichever there is.
+            if found.orders or any(v.dtype == FLOAT32 for v in action.results):
                 self._widen(lows, _names(action))
-            return  # A comparison takes whichever there is.
-        alone = not made & self.low and not (
-            found is not None and self._adds_for_parts(found, made, lows)
-        )
-        alone |= any(value.traits.probability for value in action.results)
-        if elementwise and alone and made & self.wide.keys():
+            return
+        if self._is_unrounded(action, found, made, lows):
             self.unrounded.add(action)
             self._widen(lows, chain.from_iterable(self.wide.get(n, ()) for n in made))
             return
-        names = _names(action)
+        names = self._add_operands(action, lows)
+        rounds = found.low and not found.orders
+        if found.compares or (rounds and (not found.exact or made & self.wide.keys())):
+            self._widen(lows, names)
+
+    def _is_unrounded(
+        self, action: Bind | Structural, kind: Kind, made: set[int], lows: set[int]
+    ) -> bool:
+        """Whether an equation makes 16 bits that only readers in float32 have."""
+        alone = not made & self.low and not self._adds_for_parts(kind, made, lows)
+        alone |= any(value.traits.probability for value in action.results)
+        rounds = kind.low and not kind.orders
+        return rounds and alone and bool(made & self.wide.keys())
+
+    def _add_operands(self, action: Bind | Structural, lows: set[int]) -> Sequence[str]:
+        """Adds which 16 bits an equation needs, and what its programs take wide.
+
+        Returns:
+          What it is called if it reads in float32, unless its program's readers are.
+        """
         if isinstance(action, Structural) and action.is_call:
-            (program,) = action.plans
-            results, inputs = self.of_call(action)
-            known = self._of(program, results).wide
-            numbers = [value.number for value in action.operands]
-            for place in inputs.wide:
-                inside = known[program.inputs[place].number]
-                self._widen([numbers[place]], inside)
-                names = () if inside else names
-            wide = {numbers[place] for place in inputs.wide}
-            self.low |= {numbers[place] for place in inputs.low}
-            self.inside |= {numbers[place] for place in inputs.inside}
-            self.adds |= {numbers[place] for place in inputs.adds}
-            # What nobody reads inside is handed in as it is.
-            self.low |= lows - wide
-        else:
-            # Those that are cast for it are read by their casts; what it takes in 16
-            # bits may be what a value that it reads was widened from.
-            rounded = {value.number for value in action.operands if value.low}
-            if isinstance(action, Structural):
-                rounded -= self._widen_apart(action)
-            self.low |= rounded
-            extreme = action.eqn.primitive.name in _primitives.EXTREMES
-            if extreme or isinstance(action, Structural):
-                self.inside |= rounded
-        if found is not None and (found.compares or elementwise):
-            if found.compares or not found.exact or made & self.wide.keys():
-                self._widen(lows, names)
+            return self._add_call(action, lows)
+        # Those that are cast for it are read by their casts; what it takes in 16 bits
+        # may be what a value that it reads was widened from.
+        rounded = {value.number for value in action.operands if value.low}
+        if isinstance(action, Structural):
+            rounded -= self._widen_apart(action)
+        self.low |= rounded
+        extreme = action.eqn.primitive.name in _primitives.EXTREMES
+        if extreme or isinstance(action, Structural):
+            self.inside |= rounded
+        return _names(action)
+
+    def _add_call(self, action: Structural, lows: set[int]) -> Sequence[str]:
+        """Adds how the program of a call reads what the call is given."""
+        (program,) = action.plans
+        results, inputs = self.of_call(action)
+        known = self._of(program, results).wide
+        numbers = [value.number for value in action.operands]
+        names = _names(action)
+        for place in inputs.wide:
+            inside = known[program.inputs[place].number]
+            self._widen([numbers[place]], inside)
+            names = () if inside else names
+        wide = {numbers[place] for place in inputs.wide}
+        self.low |= {numbers[place] for place in inputs.low}
+        self.inside |= {numbers[place] for place in inputs.inside}
+        self.adds |= {numbers[place] for place in inputs.adds}
+        # What nobody reads inside is handed in as it is.
+        self.low |= lows - wide
+        return names

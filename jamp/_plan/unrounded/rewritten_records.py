@@ -11,7 +11,7 @@ from jamp._dtypes import FLOAT32, LOW_DTYPES
 from jamp._plan.plan import Action, Bind, Cast, Float32Call, Plan, Run, Structural
 from jamp._plan.records import Conversion, Note, Record, Returned
 from jamp._plan.unrounded.groups import Group
-from jamp._plan.unrounded.readers import is_float32_function
+from jamp._plan.unrounded.kinds import is_float32_function
 from jamp._plan.values import Value, Values
 
 _READ = "read in float32"

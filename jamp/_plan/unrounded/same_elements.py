@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from jamp import _primitives
 from jamp._plan.plan import Action, Bind, Structural
-from jamp._plan.unrounded.readers import Kind
+from jamp._plan.unrounded.kinds import Kind
 from jamp._plan.values import Value
 
 
