@@ -1,1 +1,4 @@
 """Decisions: what happens to each equation of a program, before any of it runs."""
+
+from jamp._plan import custom_functions as custom_functions
+from jamp._plan import programs as programs
