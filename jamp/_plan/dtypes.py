@@ -1,0 +1,132 @@
+"""In which dtypes an equation computes under a rule, and which its results have."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import JaxprEqn
+
+from jamp import _dtypes, _primitives
+from jamp._compat import settings
+from jamp._dtypes import FLOAT32, DType
+from jamp._plan.biases import product_and_bias
+from jamp._plan.sums import adds_up, reduces_fully
+from jamp._plan.values import Value, Values, destroyed, inexact, overscaled
+from jamp._policy.rules import Rule
+
+
+class Dtypes(NamedTuple):
+    operands: tuple[DType | None, ...]  # None leaves one as it is
+    results: tuple[DType | None, ...] = ()  # those to which they are rounded, if any
+
+
+def choose(rule: Rule, eqn: JaxprEqn, operands: Values, low: DType) -> Dtypes:
+    """The dtypes in which an equation computes under a rule, and those it rounds to."""
+    if rule is Rule.LOWER and any(_dtypes.is_complex(v.dtype) for v in operands):
+        rule = Rule.AS_TRACED
+    if rule is Rule.AS_TRACED or any(_dtypes.is_float64(v.dtype) for v in operands):
+        pairs = zip(eqn.invars, operands, strict=True)
+        return Dtypes(
+            tuple([_dtypes.dtype_of(v) if x.eligible else None for v, x in pairs])
+        )
+    if rule in (Rule.PROMOTE, Rule.INTERNAL_FLOAT32) and reduces_fully(eqn, operands):
+        return Dtypes(_each(operands, FLOAT32))
+    if rule is Rule.PROMOTE:
+        found = _promote(eqn, operands)
+        return _summed(eqn, operands, found) if adds_up(eqn, operands) else found
+    dtype = low if rule is Rule.LOWER else FLOAT32
+    if any(destroyed(value, dtype) for value in operands):
+        dtype = FLOAT32
+    rounds = rule is Rule.INTERNAL_FLOAT32
+    results = (_activation(operands),) * len(eqn.outvars) if rounds else ()
+    return Dtypes(_each(operands, dtype), results)
+
+
+def _summed(eqn: JaxprEqn, operands: Values, promoted: Dtypes) -> Dtypes:
+    """What is promoted and adds up, in float32, so that the sum is rounded once."""
+    floating = _each(operands, FLOAT32)
+    if eqn.primitive.name in _primitives.EACH_BY_ITSELF:
+        floating = tuple([FLOAT32 if v.traits.sums else None for v in operands])
+    used = [dtype for dtype in promoted.operands if dtype is not None]
+    rounded = promoted.results
+    if used and not rounded:
+        rounded = (_dtypes.widest(used),) * len(eqn.outvars)
+    # Others have the dtypes of their operands, and indices beside them.
+    own = [value.dtype for value in operands] + [None] * len(eqn.outvars)
+    return Dtypes(floating, rounded or tuple(own[: len(eqn.outvars)]))
+
+
+def _each(operands: Values, dtype: DType) -> tuple[DType | None, ...]:
+    """A dtype for each operand that may be cast."""
+    return tuple([dtype if value.eligible else None for value in operands])
+
+
+def _activation(operands: Values) -> DType | None:
+    """The widest dtype among the operands of the highest rank."""
+    floats = [v for v in operands if v.eligible and not v.follows]
+    if not floats:
+        return None
+    rank = max(v.ndim for v in floats)
+    return _dtypes.widest(v.dtype for v in floats if v.ndim == rank)
+
+
+def _promote(eqn: JaxprEqn, operands: Values) -> Dtypes:
+    """The widest dtype of the operands; constants and scalars follow the others."""
+    floats = [v for v in operands if v.eligible]
+    firm = [v for v in floats if not v.follows]
+    if eqn.primitive.name in _primitives.INDEPENDENT or not floats:
+        return Dtypes((None,) * len(operands))
+    arrays = [v for v in firm if v.rank > 0] or firm
+    if not arrays:
+        dtype = _dtypes.widest(v.dtype for v in floats)
+        return Dtypes(_each(operands, dtype))
+    product = product_and_bias(*floats) if eqn.primitive.name == "add" else None
+    dtype = product.dtype if product else _dtypes.widest(v.dtype for v in arrays)
+    result = None
+    if any(destroyed(value, dtype) for value in floats):
+        dtype = FLOAT32
+    elif dtype != FLOAT32 and (
+        any(_is_wide(value, eqn, dtype) for value in floats)
+        or overscaled(eqn, floats, dtype)
+    ):
+        result, dtype = dtype, FLOAT32
+    results = (result,) * len(eqn.outvars) if result else ()
+    return Dtypes(_each(operands, dtype), results)
+
+
+def _is_wide(value: Value, eqn: JaxprEqn, dtype: DType) -> bool:
+    """Whether an equation takes a number in float32, and rounds its result.
+
+    A scalar that is computed may be out of range, and its gradient is a sum; a constant
+    would be rounded before the result is, and all that it scales with it. What masks
+    add is mostly so large that its rounding is nothing.
+    """
+    if not value.follows:
+        return value.rank == 0 and value.dtype == FLOAT32
+    name = eqn.primitive.name
+    if name in _primitives.SHIFTING and value.constant is None:
+        return False
+    return name in _primitives.ROUNDING and inexact(value, dtype)
+
+
+def result_dtypes(
+    eqn: JaxprEqn, used: Sequence[Any], traced: Sequence[Any]
+) -> list[Any]:
+    """The dtypes of an equation's results, for operands in others than traced."""
+    outs = [_dtypes.dtype_of(var) for var in eqn.outvars]
+    name = eqn.primitive.name
+    if used == traced:
+        return outs
+    if name in _primitives.PRODUCTS:
+        return [_dtypes.widest(used[:2])]
+    if name in _primitives.COMPARISONS:
+        return outs
+    if name in _primitives.OF_ONE_DTYPE and _dtypes.eligible(used[-1]):
+        return [used[-1]]
+    if name in _primitives.SCATTERS | _primitives.COLLECTIVES:
+        # They can't be evaluated in other dtypes, or without the names of their axes.
+        return list(used[: len(outs)])
+    avals = _dtypes.all_in_dtypes(eqn.invars, used)
+    with settings(eqn):
+        found, _ = eqn.primitive.abstract_eval(*avals, **eqn.params)
+    results = found if eqn.primitive.multiple_results else [found]
+    return [getattr(aval, "dtype", None) for aval in results]
