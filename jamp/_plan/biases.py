@@ -37,8 +37,8 @@ def product_and_bias(x: Value, y: Value) -> Value | None:
         shapes = zip(other.aval.shape, product.aval.shape, strict=False)
         spread = {d for d, (own, full) in enumerate(shapes) if own == 1 != full}
         varies = {*range(other.ndim)}.difference(other.traits.repeated, spread)
-        free = product.traits.free
-        if len(varies) < product.ndim and any(map(varies.issubset, free)):
+        dims = product.traits.bias_dims
+        if len(varies) < product.ndim and any(map(varies.issubset, dims)):
             return product
     return None
 
@@ -80,7 +80,7 @@ def _before_rounding(value: Value, plan: Plan) -> Value | None:
     return wide
 
 
-def free_dims(
+def bias_dims(
     eqn: JaxprEqn, operands: Values, inputs: Values, *, layer: bool
 ) -> tuple[Dims, ...]:
     """For each weight that a product multiplies, along which dimensions a bias varies.

@@ -11,7 +11,7 @@ from jamp import _dtypes, _primitives
 from jamp._dtypes import FLOAT32, DType
 from jamp._equations import holds_program
 from jamp._lowerings.hook import has_own_primitive, has_own_product
-from jamp._plan.biases import before_rounding, free_dims, moved, product_and_bias
+from jamp._plan.biases import before_rounding, bias_dims, moved, product_and_bias
 from jamp._plan.dtypes import Dtypes, choose, result_dtypes
 from jamp._plan.plan import Bind, Broadcast, Equation
 from jamp._plan.products import adds_nothing, explicit_precision
@@ -175,8 +175,8 @@ def _result_traits(equation: Equation, operands: Values, used: Sequence[Any]) ->
             return Traits(data=data)
         rules = caster.options.policy.function_rules
         layer = any(rules.get(found) is Rule.LOWER for found in context.inside)
-        free = free_dims(eqn, operands, caster.plan.inputs, layer=layer)
-        return Traits(free=free, data=True)
+        dims = bias_dims(eqn, operands, caster.plan.inputs, layer=layer)
+        return Traits(bias_dims=dims, data=True)
     unsafe = caster.options.policy.unsafe
     if name in _primitives.PROBABILITIES or any(name in u.of for u in unsafe):
         return Traits(data=data, probability=frozenset([name]))
@@ -185,7 +185,7 @@ def _result_traits(equation: Equation, operands: Values, used: Sequence[Any]) ->
         return source._replace(
             numbers=numbers,
             repeated=moved(eqn, source.repeated, new=True),
-            free=tuple([moved(eqn, dims, new=False) for dims in source.free]),
+            bias_dims=tuple([moved(eqn, dims, new=False) for dims in source.bias_dims]),
         )
     traits = Traits(numbers, data=data, scale=scale_of(eqn, operands))
     if name in _primitives.KEEPING_PROBABILITY:

@@ -1,8 +1,8 @@
 """Values of a program being planned: their dtypes, and what else is known of them.
 
-A literal, and whatever is derived from literals and boolean masks alone, is free: it
-takes the dtype of the operands beside it. Its numbers are followed through arithmetic,
-so that a constant which the narrow dtype would destroy can be kept from it.
+A literal, and whatever is derived from literals and boolean masks alone, follows: it
+takes the dtype of the operands beside it. Its numbers are known through arithmetic, so
+that a constant which the narrow dtype would destroy can be kept from it.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class Traits(NamedTuple):
     repeated: tuple[int, ...] = ()
     # If it is the direct result of a lowered product, those along which a bias varies,
     # once for each weight in the product.
-    free: tuple[tuple[int, ...], ...] = ()
+    bias_dims: tuple[tuple[int, ...], ...] = ()
     # Whether it came in 16 bits, or has a lowered product among its ancestors; then it
     # is no weight.
     data: bool = False

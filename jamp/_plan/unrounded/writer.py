@@ -93,7 +93,7 @@ class _Writer:
         inputs = list(self._plan.inputs)
         self._probabilities.add(self._plan.arguments, rounded)
         for place in wide:
-            inputs[place] = self._given(inputs[place])
+            inputs[place] = self._widened(inputs[place])
         for action in self._plan.actions:
             self._write(action)
             self._probabilities.trace(action)
@@ -114,8 +114,8 @@ class _Writer:
         )
         return Variant(plan, given, self._probabilities.places(self._plan.results))
 
-    def _given(self, value: Value, caster: Caster | None = None) -> Value:
-        """What is given in float32 in place of a 16-bit value."""
+    def _widened(self, value: Value, caster: Caster | None = None) -> Value:
+        """What is handed over in float32 in place of a 16-bit value."""
         wide = self._wide[value.number] = Value.of(value.aval, FLOAT32)
         self._prepare(Cast((wide,), (value,), caster, rounds=True))
         return wide
@@ -369,7 +369,7 @@ class _Writer:
             for place, value in enumerate(action.operands)
         ]
         made = [
-            self._given(value, action.caster) if place in given else value
+            self._widened(value, action.caster) if place in given else value
             for place, value in enumerate(action.results)
         ]
         self._records.hold(action, plans)
