@@ -209,7 +209,10 @@ class Value:
     @classmethod
     def literal(cls, literal: Any) -> Value:
         traits = Traits(_numbers(literal.val), table=literal.aval.ndim == 0)
-        return cls(literal.aval, traits, known=literal.val)
+        # Python's bools have no dtype; its other numbers in a program are JAX's own.
+        is_bool = isinstance(literal.val, bool)
+        known = np.bool_(literal.val) if is_bool else literal.val
+        return cls(literal.aval, traits, known=known)
 
     def knowing(self, **traits: Any) -> Value:
         """The same array, of which something else is known."""

@@ -56,6 +56,18 @@ def scan_with_carries_of_all_kinds(x, w):
     return count, seen, hidden, counts
 
 
+def loops_with_a_flag_of_pythons(x, w):
+    def step(carry, _):
+        hidden, drops = carry
+        return (jnp.where(drops, hidden, jnp.tanh(hidden @ w)), drops), None
+
+    def again(_, carry):
+        return step(carry, None)[0]
+
+    carry, _ = lax.scan(step, (x, False), None, length=2)
+    return lax.fori_loop(0, 2, again, (carry[0], False))[0]
+
+
 def scan_in_scan(x, w):
     def outer(c, row):
         inner = lambda c, element: (jnp.tanh(c @ w) + element, None)  # noqa: E731
@@ -205,6 +217,7 @@ CONSTRUCTS = (
     Construct("scan_with_a_carry_made_inside", scan_with_a_carry_made_inside),
     Construct("scan_over_a_pytree", scan_over_a_pytree),
     Construct("scan_with_carries_of_all_kinds", scan_with_carries_of_all_kinds),
+    Construct("loops_with_a_flag_of_pythons", loops_with_a_flag_of_pythons),
     Construct("scan_in_scan", scan_in_scan),
     Construct("scan_of_convolutions", scan_of_convolutions, image_and_kernels),
     Construct("recurrent_network", recurrent_network, sequence_and_weights),
