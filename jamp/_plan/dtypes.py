@@ -13,6 +13,9 @@ from jamp._plan.sums import adds_up, reduces_fully
 from jamp._plan.values import Value, Values, destroyed, inexact, overscaled
 from jamp._policy.rules import Rule
 
+# Of scores from which so much is taken a softmax makes nothing.
+_HIDING = 64.0
+
 
 class Dtypes(NamedTuple):
     operands: tuple[DType | None, ...]  # None leaves one as it is
@@ -72,7 +75,7 @@ def _activation(operands: Values) -> DType | None:
 def _promote(eqn: JaxprEqn, operands: Values) -> Dtypes:
     """The widest dtype of the operands; constants and scalars follow the others."""
     floats = [v for v in operands if v.eligible]
-    firm = [v for v in floats if not v.follows]
+    firm = [v for v in floats if not v.follows or _shifts(v, eqn)]
     if eqn.primitive.name in _primitives.INDEPENDENT or not floats:
         return Dtypes((None,) * len(operands))
     arrays = [v for v in firm if v.rank > 0] or firm
@@ -91,6 +94,18 @@ def _promote(eqn: JaxprEqn, operands: Values) -> Dtypes:
         result, dtype = dtype, FLOAT32
     results = (result,) * len(eqn.outvars) if result else ()
     return Dtypes(_each(operands, dtype), results)
+
+
+def _shifts(value: Value, eqn: JaxprEqn) -> bool:
+    """Whether a table of constants is added to some numbers more than to others.
+
+    As a multiple of the identity it is no more than their rounding, and promotes. What
+    a mask adds hides them: beside it they are nothing.
+    """
+    if eqn.primitive.name not in _primitives.SHIFTING or not value.traits.table:
+        return False
+    numbers = value.traits.numbers or frozenset()
+    return len(numbers) > 1 and max(map(abs, numbers)) < _HIDING
 
 
 def _is_wide(value: Value, eqn: JaxprEqn, dtype: DType) -> bool:

@@ -205,7 +205,7 @@ FILLS = {
     "ones": lambda y: y * jnp.ones(4),
     "row of ones": lambda y: y - jnp.ones((1, 4)) * 2,
     "triangle": lambda y: jnp.tril(y),
-    "identity": lambda y: y + jnp.eye(4),
+    "identity": lambda y: y * jnp.eye(4),
     "one hot": lambda y: y * jax.nn.one_hot(1, 4),
 }
 
@@ -226,6 +226,32 @@ def test_an_array_filled_with_a_constant_that_fits_stays_16_bit(program):
     jaxpr = traced(autocast(lambda x: program(x @ x)), x)
     assert jaxpr.out_avals[0].dtype == jnp.float16
     assert casts(jaxpr, target=jnp.float32) == []
+
+
+RIDGES = {
+    "identity": lambda y: y + jnp.eye(4),
+    "multiple of it": lambda y: 3e-2 * jnp.eye(4) + y,
+    "difference": lambda y: jnp.eye(4) - y,
+    "diagonal of ones": lambda y: y + jnp.diag(jnp.ones(4)),
+    "first of a row": lambda y: y + 0.1 * (jnp.arange(4) == 0),
+}
+
+
+@pytest.mark.parametrize("program", RIDGES.values(), ids=RIDGES)
+def test_a_table_of_small_constants_promotes_as_in_torch(program):
+    x = jnp.ones((4, 4))
+    jaxpr = traced(autocast(lambda x: program(x @ x)), x)
+    assert jaxpr.out_avals[0].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_a_ridge_keeps_a_matrix_positive_whoever_else_reads_it(device):
+    def factors(x):
+        kernel = x @ x.T + 3e-2 * jnp.eye(12)
+        return jnp.linalg.cholesky(kernel), kernel
+
+    x = jax.random.normal(jax.random.key(1), (12, 4))
+    assert np.isfinite(jamp.autocast(factors, device_type=device)(x)[0]).all()
 
 
 @pytest.mark.parametrize(
