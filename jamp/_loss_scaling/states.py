@@ -143,12 +143,28 @@ def _scales_a_part(state: optax.PartitionState) -> bool:
     return any(scaled) and not all(scaled)
 
 
+def _left_out(tree: Any) -> str:
+    """What goes wrong where only a mask stands around the wrapper, if it does.
+
+    What it leaves out is known of optimizers whose states are trees of parameters.
+    """
+    masked = instances(tree, optax.MaskedState)
+    scaled = [node for node in masked if instances(node, DynamicLossScalingState)]
+    if len(scaled) < len(masked) or not instances(scaled, optax.MaskedNode):
+        return ""
+    return (
+        "optax.masked around jamp.dynamic_loss_scaling hands on the gradients that it "
+        "leaves out as they came, scaled: wrap the masked optimizer instead, or set "
+        "the others to zero, as optax.masked(optax.set_to_zero(), others) does"
+    )
+
+
 def find_state(tree: Any, hint: str = "") -> Any:
     """The state of loss scaling in a tree; an error, which ends in a hint, if none."""
     found = instances(tree, (DynamicLossScalingState, ScalerState))
     if len(found) == 1:
         nodes = jax.tree.leaves(tree, is_leaf=lambda node: bool(_misplacement(node)))
-        for message in filter(None, map(_misplacement, nodes)):
+        for message in filter(None, [*map(_misplacement, nodes), _left_out(tree)]):
             warnings.warn(message, JampWarning, stacklevel=users_level())
         return found[0]
     if found:

@@ -298,12 +298,36 @@ def test_a_part_of_a_partition_alone_is_warned_of_at_the_users_line():
     assert [warning.filename for warning in warned] == [__file__]
 
 
+SOME = {"a": True, "b": False}
+OTHERS = {"a": False, "b": True}
+MOMENTUM = jamp.dynamic_loss_scaling(optax.sgd(0.1, momentum=0.9))
+
+
+def test_what_a_mask_around_the_wrapper_leaves_out_is_warned_of_at_the_users_line():
+    state = optax.masked(MOMENTUM, SOME).init({"a": W, "b": W})
+    with pytest.warns(
+        jamp.JampWarning, match="the gradients that it leaves "
+    ) as warned:
+        jamp.value_and_grad(jnp.sum)(state, W)
+    assert [warning.filename for warning in warned] == [__file__]
+
+
+def with_frozen_parameters():
+    frozen = optax.masked(optax.set_to_zero(), OTHERS)
+    tx = optax.chain(optax.masked(MOMENTUM, SOME), frozen)
+    return tx.init({"a": W, "b": W})
+
+
 AFTER = {
     "after it": lambda: optax.chain(TX, optax.scale(0.5)).init(W),
     "in it": lambda: jamp.dynamic_loss_scaling(optax.chain(optax.clip(1.0))).init(W),
     "beside it": lambda: (W, TX.init(W)),
     "around it": lambda: optax.masked(TX, True).init(W),
     "beside what is frozen": lambda: of_two_parts(optax.set_to_zero()),
+    "in a mask beside what is frozen": with_frozen_parameters,
+    "around a mask": lambda: jamp.dynamic_loss_scaling(
+        optax.masked(optax.adam(0.1), SOME)
+    ).init({"a": W, "b": W}),
 }
 
 
