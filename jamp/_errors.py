@@ -45,6 +45,8 @@ def did_you_mean(name: Any, known: Iterable[str]) -> str:
     """The end of a message about a name that is not known: the nearest that is."""
     if not isinstance(name, str):
         return ""
+    known = list(known)
     near = difflib.get_close_matches(name, known)
     near.sort(key=lambda other: sorted(other) != sorted(name))  # letters swapped
+    near += [other for other in known if other.lower() == name.lower()]
     return f"; did you mean {near[0]!r}?" if near else ""

@@ -94,6 +94,11 @@ def _misplaced(names: list[str]) -> str:
             "the options of the scaler go to the scaler: dynamic_loss_scaling(inner, "
             f"jamp.GradScaler({', '.join(f'{name}=...' for name in names)}))"
         )
+    if names == ["misplaced"]:  # as it hands on whatever the signature names
+        return (
+            "optax.inject_hyperparams goes inside: dynamic_loss_scaling("
+            "optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3))"
+        )
     hint = did_you_mean(names[0], [*known, "scaler", "axis_name"])
     return (
         f"dynamic_loss_scaling takes scaler and axis_name, not {', '.join(names)}{hint}"

@@ -168,7 +168,7 @@ def check_function(name: str, fn: Any, inputs: Sequence[Any] = ()) -> None:
     if isinstance(fn, str) and keyword:
         got = f"{fn!r}; device_type is a keyword: {name}(fn, device_type={fn!r})"
         if name == "autocast":
-            got += f", or `with jamp.autocast(device_type={fn!r}):`"
+            got += f", or @jamp.autocast(device_type={fn!r}) above its def"
     elif isinstance(fn, bool) and name == "autocast":
         got = f"{fn}; enabled is a keyword: `with jamp.autocast(enabled={fn}):`"
     elif isinstance(fn, np.dtype | type(jax.numpy.float16)) or (

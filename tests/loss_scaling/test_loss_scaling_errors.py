@@ -191,6 +191,12 @@ def test_options_of_the_scaler_are_given_to_the_scaler():
             jamp.dynamic_loss_scaling(optax.sgd(0.1), **{wrong: None})
 
 
+def test_hyperparameters_are_injected_inside():
+    around = optax.inject_hyperparams(jamp.dynamic_loss_scaling)(optax.sgd(0.1))
+    with pytest.raises(ScalerTypeError, match="inject_hyperparams goes inside"):
+        around.init(W)
+
+
 GRADS = {
     "of another name": (
         {"v": W},

@@ -31,6 +31,11 @@ def location_of(fn, marker):
 
 ARGUMENTS = {
     "unknown device": ({"device_type": "npu"}, jamp.AutocastError, "npu"),
+    "capital letters": (
+        {"device_type": "CUDA"},
+        jamp.AutocastError,
+        r"did you mean 'cuda'\?",
+    ),
     "device object": ({"device_type": jax.devices()[0]}, jamp.AutocastTypeError, "str"),
     "float32": ({"dtype": jnp.float32}, jamp.AutocastError, "float32"),
     "float8": ({"dtype": jnp.float8_e4m3fn}, jamp.AutocastError, "float8"),
@@ -109,7 +114,10 @@ def test_autocast_of_what_is_no_function_raises(value):
 
 @pytest.mark.parametrize("device_type", ["gpu", "cuda", "cpu"])
 def test_a_device_type_in_the_place_of_the_function_raises(device_type):
-    message = rf"keyword: autocast\(fn, device_type='{device_type}'\)"
+    message = (
+        rf"keyword: autocast\(fn, device_type='{device_type}'\), or "
+        rf"@jamp.autocast\(device_type='{device_type}'\) above its def"
+    )
     with pytest.raises(jamp.AutocastTypeError, match=message):
         jamp.autocast(device_type)
 
@@ -125,8 +133,9 @@ def test_a_dtype_in_the_place_of_the_function_raises(dtype):
 
 
 def test_options_are_named():
-    with pytest.raises(jamp.AutocastTypeError, match="by name, as in autocast"):
-        jamp.autocast(lambda x: x, "cuda")
+    for unnamed in (lambda x: x, "cuda"), ("cuda", jnp.float16):
+        with pytest.raises(jamp.AutocastTypeError, match="by name, as in autocast"):
+            jamp.autocast(*unnamed)
 
 
 def test_a_numpy_bool_is_a_flag():
