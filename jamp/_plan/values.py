@@ -33,6 +33,9 @@ def _numbers(values: Any) -> Numbers | None:
     # JAX's float0 is a structured dtype.
     if values.size == 0 or values.dtype.kind == "c" or values.dtype.names is not None:
         return None
+    if values.ndim == 0:
+        number = float(values)
+        return frozenset([math.nan if math.isnan(number) else number])
     found = np.unique(values.astype(np.float64))
     # One object, which sets find by its identity: NaN equals nothing.
     nan = [math.nan] if np.isnan(found).any() else []

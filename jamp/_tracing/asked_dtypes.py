@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -82,12 +82,16 @@ def _takes_dtype(fn: Any) -> bool:
     return "dtype" in fn.__code__.co_varnames[:count]
 
 
+# Of functions of JAX's, which are called again and again.
+_signature = cache(inspect.signature)
+
+
 def _entered(
     see: See, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of such a function; its array, if it is asked for its own dtype."""
     try:
-        given = inspect.signature(fn).bind(*args, **kwargs).arguments
+        given = _signature(fn).bind(*args, **kwargs).arguments
     except TypeError:
         return args, kwargs  # JAX raises
     name, array = next(iter(given.items()), ("", None))

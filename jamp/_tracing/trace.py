@@ -32,9 +32,15 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 class Traced(NamedTuple):
     program: Any  # a closed jaxpr
     rebuild: Callable[[Sequence[Any]], Any]  # the function's result
-    # Whether an equal call would be traced the same. Arrays that it closes over may be
-    # others then, as the parameters of a module are after an update.
-    repeatable: bool
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether an equal call would be traced the same.
+
+        Arrays that it closes over may be others then, as the parameters of a module are
+        after an update.
+        """
+        return not any(isinstance(c, jax.Array) for c in constants(self.program))
 
 
 _finished: WeakSet[Any] = WeakSet()
@@ -134,8 +140,7 @@ def trace(fn: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> T
         result = jax.tree.unflatten(out["tree"], found)
         return _widening(result) if any(of_functions) else result
 
-    repeatable = not any(isinstance(found, jax.Array) for found in constants(program))
-    return Traced(program, rebuild, repeatable)
+    return Traced(program, rebuild)
 
 
 def _as_array(result: Any) -> Any:
