@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jamp import _primitives
-from jamp._dtypes import FLOAT32, DType
-from jamp._equations import holds_any
+from jamp._dtypes import FLOAT32, DType, shape_of
+from jamp._equations import holds_any, nested
 from jamp._plan.plan import Action, Cast, Caster, Float32Call, RoundedGradient
 from jamp._plan.values import Value
 from jamp._policy.rules import Rule
@@ -35,20 +35,24 @@ class Group:
         return any(value.low for _, value in self.inputs.values())
 
     def may_join(self, other: Group) -> bool:
-        """Whether another may join: in the same named scopes of the same program.
+        """Whether another may join: of the same region, in the same program.
 
-        In loops, and on CPUs, any scopes of the same region will do: what lies between
-        the two, as between a norm and its activation, would be kept for the backward
-        pass. XLA for GPUs computes it again by itself outside of loops.
+        Else what lies between the two, as between a layer and a norm, would be kept for
+        the backward pass. Outside of loops a GPU computes again by itself what takes it
+        a pass, as a norm over a batch, and what costs much: these are joined in the
+        same named scopes alone.
         """
         if not (self.grows and self.low):
             return False
         mine, its = self.caster, other.caster
         (*outer, eqn), (*others, found) = mine.source, its.source
+        if outer != others:
+            return False
         names = eqn.source_info.name_stack, found.source_info.name_stack
+        if names[0] == names[1]:
+            return True
         anywhere = mine.plan.looped or mine.options.device_type == "cpu"
-        near = names[0] == names[1] or (anywhere and mine.options == its.options)
-        return outer == others and near
+        return mine.options == its.options and (anywhere or _is_of_rows(self.eqns))
 
     def add(self, eqns: Iterable[JaxprEqn], taken: Bound, made: Bound) -> None:
         """Adds equations that read some variables and make others.
@@ -89,6 +93,18 @@ class Group:
             [var for var, _ in kept.values()],
             list(map(low.get, kept)),
         )
+
+
+def _is_of_rows(eqns: Iterable[JaxprEqn]) -> bool:
+    """Whether equations are cheap, and reduce the last dimension alone, if any."""
+    for eqn in nested(eqns):
+        name = eqn.primitive.name
+        if name in _primitives.TRANSCENDENTAL:
+            return False
+        last = len(shape_of(eqn.invars[0])) - 1 if eqn.invars else None
+        if name in _primitives.REDUCTIONS and set(eqn.params["axes"]) != {last}:
+            return False
+    return True
 
 
 class Groups:
