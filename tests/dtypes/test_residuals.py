@@ -235,6 +235,16 @@ def test_a_norm_and_its_activation_are_one_in_whatever_scopes(
     assert saved(loss, device_type=device_type) == [LOW[device_type]] * 2
 
 
+@each_activation
+@pytest.mark.parametrize("device_type", ["gpu", "cpu"])
+@pytest.mark.parametrize("norm", [normed, normed_over_the_batch])
+def test_an_activation_and_its_norm_are_one_in_whatever_scopes(
+    norm, device_type, activation
+):
+    loss = loss_of(lambda h: norm(activation(h)))
+    assert saved(loss, device_type=device_type) == [LOW[device_type]] * 2
+
+
 @pytest.mark.parametrize("device_type", ["gpu", "cpu"])
 @pytest.mark.parametrize("fn", [jax.nn.softmax, normed])
 @pytest.mark.parametrize("scoped", [jax.named_scope("layer"), jax.vmap])

@@ -39,8 +39,7 @@ class Group:
 
         Else what lies between the two, as between a layer and a norm, would be kept for
         the backward pass. Outside of loops a GPU computes again by itself what takes it
-        a pass, as a norm over a batch, and what costs much: these are joined in the
-        same named scopes alone.
+        a pass, as a norm over a batch: that is joined in the same named scopes alone.
         """
         if not (self.grows and self.low):
             return False
@@ -52,7 +51,7 @@ class Group:
         if names[0] == names[1]:
             return True
         anywhere = mine.plan.looped or mine.options.device_type == "cpu"
-        return mine.options == its.options and (anywhere or _is_of_rows(self.eqns))
+        return mine.options == its.options and (anywhere or _takes_one_pass(self.eqns))
 
     def add(self, eqns: Iterable[JaxprEqn], taken: Bound, made: Bound) -> None:
         """Adds equations that read some variables and make others.
@@ -95,16 +94,19 @@ class Group:
         )
 
 
-def _is_of_rows(eqns: Iterable[JaxprEqn]) -> bool:
-    """Whether equations are cheap, and reduce the last dimension alone, if any."""
-    for eqn in nested(eqns):
-        name = eqn.primitive.name
-        if name in _primitives.TRANSCENDENTAL:
-            return False
-        last = len(shape_of(eqn.invars[0])) - 1 if eqn.invars else None
-        if name in _primitives.REDUCTIONS and set(eqn.params["axes"]) != {last}:
-            return False
-    return True
+def _takes_one_pass(eqns: Iterable[JaxprEqn]) -> bool:
+    """Whether a GPU computes equations together with what reads their results.
+
+    So it does what is elementwise, and what is cheap and reduces rows alone.
+    """
+    found = [*nested(eqns)]
+    reductions = [e for e in found if e.primitive.name in _primitives.REDUCTIONS]
+    rows = all(
+        set(eqn.params["axes"]) == {len(shape_of(eqn.invars[0])) - 1}
+        for eqn in reductions
+    )
+    costly = any(eqn.primitive.name in _primitives.TRANSCENDENTAL for eqn in found)
+    return not reductions or (rows and not costly)
 
 
 class Groups:
