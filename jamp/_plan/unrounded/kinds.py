@@ -25,6 +25,7 @@ class Kind(NamedTuple):
     orders: bool = False  # whether it orders them, or says which come first
     view: bool = False  # whether calls in float32 that read its result do it themselves
     masks: bool = False  # whether it does so by constants, a number or an array
+    reduces: bool = False  # whether it reduces something, so that float32 is small
 
 
 def is_float32_function(action: Action) -> bool:
@@ -65,6 +66,7 @@ def kind_of(action: Action) -> Kind | None:
         compares=takes_low and not low[0] and not widens,
         view=not low[0] and (scales or names == {"broadcast_in_dim"}),
         masks=isinstance(action, Bind) and _scales_low(action, _is_of_numbers),
+        reduces=not names.isdisjoint(_primitives.REDUCTIONS | _primitives.SUMS),
     )
 
 
