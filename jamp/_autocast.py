@@ -281,8 +281,7 @@ def autocast(
     """
     if unnamed:
         raise AutocastTypeError(
-            "autocast takes its options by name, as in autocast(fn, device_type='cuda',"
-            " dtype=jnp.float16), or @jamp.autocast(device_type='cuda') above its def"
+            "autocast takes its options by name, as in autocast(fn, device_type='cuda')"
         )
     arguments = Arguments(device_type, dtype, enabled, cache_enabled, policy)
     transform = Autocast(arguments, output_dtype)

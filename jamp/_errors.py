@@ -48,5 +48,5 @@ def did_you_mean(name: Any, known: Iterable[str]) -> str:
     known = list(known)
     near = difflib.get_close_matches(name, known)
     near.sort(key=lambda other: sorted(other) != sorted(name))  # letters swapped
-    near += [other for other in known if other.lower() == name.lower()]
+    near = [other for other in known if other.lower() == name.lower()] + near
     return f"; did you mean {near[0]!r}?" if near else ""

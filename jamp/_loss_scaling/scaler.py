@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, NamedTuple, Never
@@ -57,8 +57,8 @@ class ScalerState(NamedTuple):
 _takes_state = partial(torch_calls.takes_state, ScalerState)
 
 
-@torch_calls.without_device
-@dataclass(frozen=True, kw_only=True)
+@torch_calls.with_named_options
+@dataclass(frozen=True)
 class GradScaler:
     """Scales the loss, so that small gradients do not vanish in float16.
 
@@ -99,6 +99,8 @@ class GradScaler:
       ScalerTypeError: a value of the wrong type, or a device, as in torch.
     """
 
+    device: InitVar[None] = None
+    _: KW_ONLY
     init_scale: float = 2.0**16
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
@@ -108,7 +110,9 @@ class GradScaler:
     max_scale: float | None = None
     hysteresis: int = 1
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, device: None) -> None:
+        if device is not None:
+            raise torch_calls.no_device(device)
         options = {name: getattr(self, name) for name in _OPTIONS}
         for name, value in _checked(options).items():
             object.__setattr__(self, name, value)

@@ -1,5 +1,6 @@
 """The state of loss scaling inside an optimizer, and where it is in a user's trees."""
 
+import itertools
 import warnings
 from typing import Any, NamedTuple
 
@@ -149,8 +150,12 @@ def _left_out(tree: Any) -> str:
     What it leaves out is known of optimizers whose states are trees of parameters.
     """
     masked = instances(tree, optax.MaskedState)
-    scaled = [node for node in masked if instances(node, DynamicLossScalingState)]
-    if len(scaled) < len(masked) or not instances(scaled, optax.MaskedNode):
+    scaled = [instances(node, DynamicLossScalingState) for node in masked]
+    # Not what masks inside of the wrapper leave out.
+    inner = [state.inner_state for state in itertools.chain(*scaled)]
+    own = instances(inner, (optax.MaskedNode, optax.MaskedState, optax.PartitionState))
+    left_out = any(isinstance(node, optax.MaskedNode) for node in own)
+    if not all(scaled) or not left_out:
         return ""
     return (
         "optax.masked around jamp.dynamic_loss_scaling hands on the gradients that it "

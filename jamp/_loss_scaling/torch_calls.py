@@ -22,19 +22,22 @@ else:
             return super().__get__(instance, owner) if instance is None else _refused
 
 
-def without_device(made: type[_C]) -> type[_C]:
-    """Has a class whose options have names say so where a device comes first."""
+def no_device(*given: Any) -> ScalerTypeError:
+    return ScalerTypeError(
+        "a jamp.GradScaler has no device, and takes its options by name, as in "
+        f"GradScaler(init_scale=1024.0): got {', '.join(map(repr, given))}"
+    )
+
+
+def with_named_options(made: type[_C]) -> type[_C]:
+    """Has a class say that its options have names where more than a device has none."""
     init = vars(made)["__init__"]
 
     @wraps(init)
     def named(self: Any, *unnamed: Any, **options: Any) -> None:
-        if unnamed or "device" in options:
-            given = ", ".join(map(repr, unnamed or (options["device"],)))
-            raise ScalerTypeError(
-                "a jamp.GradScaler has no device, and takes its options by name, as in "
-                f"GradScaler(init_scale=1024.0): got {given}"
-            )
-        init(self, **options)
+        if len(unnamed) > 1:
+            raise no_device(*unnamed)
+        init(self, *unnamed, **options)
 
     made.__init__ = named  # type: ignore[method-assign]
     return made

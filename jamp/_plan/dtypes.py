@@ -73,7 +73,7 @@ def _activation(operands: Values) -> DType | None:
 
 
 def _promote(eqn: JaxprEqn, operands: Values) -> Dtypes:
-    """The widest dtype of the operands; constants and scalars follow the others."""
+    """The widest dtype of the operands; scalars and most constants follow others."""
     floats = [v for v in operands if v.eligible]
     firm = [v for v in floats if not v.follows or _shifts(v, eqn)]
     if eqn.primitive.name in _primitives.INDEPENDENT or not floats:
@@ -105,7 +105,7 @@ def _shifts(value: Value, eqn: JaxprEqn) -> bool:
     if eqn.primitive.name not in _primitives.SHIFTING or not value.traits.table:
         return False
     numbers = value.traits.numbers or frozenset()
-    return len(numbers) > 1 and max(map(abs, numbers)) < _HIDING
+    return len(numbers) > 1 and all(abs(number) < _HIDING for number in numbers)
 
 
 def _is_wide(value: Value, eqn: JaxprEqn, dtype: DType) -> bool:

@@ -234,6 +234,7 @@ RIDGES = {
     "difference": lambda y: jnp.eye(4) - y,
     "diagonal of ones": lambda y: y + jnp.diag(jnp.ones(4)),
     "first of a row": lambda y: y + 0.1 * (jnp.arange(4) == 0),
+    "-63": lambda y: y + jnp.where(jnp.tri(4, dtype=bool), 0.0, -63.0),
 }
 
 
@@ -242,6 +243,21 @@ def test_a_table_of_small_constants_promotes_as_in_torch(program):
     x = jnp.ones((4, 4))
     jaxpr = traced(autocast(lambda x: program(x @ x)), x)
     assert jaxpr.out_avals[0].dtype == jnp.float32
+
+
+HIDING = {
+    "-inf": lambda y: y + jnp.where(jnp.tri(4, dtype=bool), 0.0, -jnp.inf),
+    "-1e4": lambda y: y - 1e4 * (1 - jnp.tri(4)),
+    "-64": lambda y: y + jnp.where(jnp.tri(4, dtype=bool), 0.0, -64.0),
+    "NaN": lambda y: y + jnp.where(jnp.tri(4, dtype=bool), 7.0, jnp.nan),
+}
+
+
+@pytest.mark.parametrize("program", HIDING.values(), ids=HIDING)
+def test_a_table_that_hides_what_it_is_added_to_does_not_promote(program):
+    x = jnp.ones((4, 4))
+    jaxpr = traced(autocast(lambda x: program(x @ x)), x)
+    assert jaxpr.out_avals[0].dtype == jnp.float16
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])

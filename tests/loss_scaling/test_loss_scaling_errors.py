@@ -331,6 +331,9 @@ AFTER = {
     "around it": lambda: optax.masked(TX, True).init(W),
     "beside what is frozen": lambda: of_two_parts(optax.set_to_zero()),
     "in a mask beside what is frozen": with_frozen_parameters,
+    "in a mask of all, around another": lambda: optax.masked(
+        jamp.dynamic_loss_scaling(optax.masked(optax.adam(0.1), SOME)), True
+    ).init({"a": W, "b": W}),
     "around a mask": lambda: jamp.dynamic_loss_scaling(
         optax.masked(optax.adam(0.1), SOME)
     ).init({"a": W, "b": W}),

@@ -32,9 +32,9 @@ def location_of(fn, marker):
 ARGUMENTS = {
     "unknown device": ({"device_type": "npu"}, jamp.AutocastError, "npu"),
     "capital letters": (
-        {"device_type": "CUDA"},
+        {"device_type": "Cpu"},
         jamp.AutocastError,
-        r"did you mean 'cuda'\?",
+        r"did you mean 'cpu'\?",
     ),
     "device object": ({"device_type": jax.devices()[0]}, jamp.AutocastTypeError, "str"),
     "float32": ({"dtype": jnp.float32}, jamp.AutocastError, "float32"),

@@ -28,11 +28,33 @@ class Group:
     # The casts of what is made in 16 bits too, by the number in float32.
     narrowed: dict[int, Cast] = field(default_factory=dict)
     grows: bool = True  # until something else reads what it makes
+    # Of how many equations is known what they are, and of these what.
+    known: int = 0
+    reduces: bool = False
+    reduces_rows: bool = True  # whether it reduces the last dimension alone, if any
+    costly: bool = False
 
     @property
     def low(self) -> bool:
         """Whether 16 bits enter it."""
         return any(value.low for _, value in self.inputs.values())
+
+    @property
+    def takes_one_pass(self) -> bool:
+        """Whether a GPU computes it together with what reads it, or shares what enters.
+
+        So it does what is elementwise, and what is cheap and reduces rows alone.
+        """
+        for eqn in nested(self.eqns[self.known :]):
+            name = eqn.primitive.name
+            self.costly |= name in _primitives.TRANSCENDENTAL
+            if name in _primitives.REDUCTIONS | _primitives.POOLS:
+                self.reduces = True
+                last = len(shape_of(eqn.invars[0])) - 1
+                of_rows = last > 0 and {*eqn.params.get("axes", ())} == {last}
+                self.reduces_rows &= of_rows
+        self.known = len(self.eqns)
+        return not self.reduces or (self.reduces_rows and not self.costly)
 
     def may_join(self, other: Group) -> bool:
         """Whether another may join: of the same region, in the same program.
@@ -51,7 +73,7 @@ class Group:
         if names[0] == names[1]:
             return True
         anywhere = mine.plan.looped or mine.options.device_type == "cpu"
-        return mine.options == its.options and (anywhere or _takes_one_pass(self.eqns))
+        return mine.options == its.options and (anywhere or self.takes_one_pass)
 
     def add(self, eqns: Iterable[JaxprEqn], taken: Bound, made: Bound) -> None:
         """Adds equations that read some variables and make others.
@@ -92,21 +114,6 @@ class Group:
             [var for var, _ in kept.values()],
             list(map(low.get, kept)),
         )
-
-
-def _takes_one_pass(eqns: Iterable[JaxprEqn]) -> bool:
-    """Whether a GPU computes equations together with what reads their results.
-
-    So it does what is elementwise, and what is cheap and reduces rows alone.
-    """
-    found = [*nested(eqns)]
-    reductions = [e for e in found if e.primitive.name in _primitives.REDUCTIONS]
-    rows = all(
-        set(eqn.params["axes"]) == {len(shape_of(eqn.invars[0])) - 1}
-        for eqn in reductions
-    )
-    costly = any(eqn.primitive.name in _primitives.TRANSCENDENTAL for eqn in found)
-    return not reductions or (rows and not costly)
 
 
 class Groups:
