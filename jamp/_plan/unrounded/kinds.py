@@ -25,7 +25,6 @@ class Kind(NamedTuple):
     orders: bool = False  # whether it orders them, or says which come first
     view: bool = False  # whether calls in float32 that read its result do it themselves
     masks: bool = False  # whether it does so by constants, a number or an array
-    small: bool = False  # whether it makes something small of what it reduces
 
 
 def is_float32_function(action: Action) -> bool:
@@ -66,7 +65,6 @@ def kind_of(action: Action) -> Kind | None:
         compares=takes_low and not low[0] and not widens,
         view=not low[0] and (scales or names == {"broadcast_in_dim"}),
         masks=isinstance(action, Bind) and _scales_low(action, _is_of_numbers),
-        small=_is_small(action, names),
     )
 
 
@@ -77,14 +75,9 @@ def _is_made_again(call: Structural, names: set[str]) -> bool:
     """
     if call.device_type == "cpu":
         return True
-    return _is_small(call, names)
-
-
-def _is_small(action: Action, names: set[str]) -> bool:
-    """Whether what an action of such primitives makes is reduced from larger arrays."""
-    shapes = [value.aval.shape for value in action.operands]
+    shapes = [value.aval.shape for value in call.operands]
     reduces = not names.isdisjoint(_primitives.REDUCTIONS | _primitives.SUMS)
-    return reduces and action.results[0].aval.shape not in shapes
+    return reduces and call.results[0].aval.shape not in shapes
 
 
 def _scales_low(action: Bind, known: Callable[[Value], bool]) -> bool:

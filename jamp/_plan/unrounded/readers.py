@@ -150,14 +150,12 @@ class Readers:
     def of_call(self, action: Structural) -> tuple[Reading, Reading]:
         """How the results of a call are read, and how it reads its operands.
 
-        What has a derivative rule, as relu, and is read in 16 bits gives and takes
-        these alone: of float32 beside them, both would be kept for the backward pass.
-        On GPUs what is elementwise, as silu, gives these alone, too.
+        What has a derivative rule, as relu, and is read in 16 bits takes these alone:
+        of float32 beside them, both would be kept for the backward pass.
         """
         results, (program,) = self.reading(action.results), action.plans
-        ruled, kind = action.kind != "jit", self.kind(action)
-        rounds = kind is not None and kind.low and not (kind.exact or kind.small)
-        if ruled or (rounds and action.device_type != "cpu"):
+        ruled = action.kind != "jit"
+        if ruled:
             results = results._replace(wide=results.wide - results.low)
         inputs = self._of(program, results).inputs
         if ruled:
