@@ -1,7 +1,7 @@
 """The loop over equations: which rule holds for each, in the order of precedence.
 
-Equations that hold programs are left to `jamp._plan.programs`, calls of listed
-functions to `jamp._plan.listed_calls`.
+Equations that hold programs are left to `jamp._plan.programs` and
+`jamp._plan.custom_functions`, calls of listed functions to `jamp._plan.listed_calls`.
 """
 
 import warnings

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import lru_cache, partial
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -83,7 +83,7 @@ def _takes_dtype(fn: Any) -> bool:
 
 
 # Of functions of JAX's, which are called again and again.
-_signature = cache(inspect.signature)
+_signature = lru_cache(maxsize=1024)(inspect.signature)
 
 
 def _entered(

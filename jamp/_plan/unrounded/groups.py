@@ -28,11 +28,9 @@ class Group:
     # The casts of what is made in 16 bits too, by the number in float32.
     narrowed: dict[int, Cast] = field(default_factory=dict)
     grows: bool = True  # until something else reads what it makes
-    # Of how many equations is known what they are, and of these what.
-    known: int = 0
     reduces: bool = False
-    reduces_rows: bool = True  # whether it reduces the last dimension alone, if any
-    costly: bool = False
+    by_rows: bool = True  # whether it reduces the last dimension alone, if any
+    costly: bool = False  # whether it holds more than a few instructions per element
 
     @property
     def low(self) -> bool:
@@ -45,16 +43,7 @@ class Group:
 
         So it does what is elementwise, and what is cheap and reduces rows alone.
         """
-        for eqn in nested(self.eqns[self.known :]):
-            name = eqn.primitive.name
-            self.costly |= name in _primitives.TRANSCENDENTAL
-            if name in _primitives.REDUCTIONS | _primitives.POOLS:
-                self.reduces = True
-                last = len(shape_of(eqn.invars[0])) - 1
-                of_rows = last > 0 and {*eqn.params.get("axes", ())} == {last}
-                self.reduces_rows &= of_rows
-        self.known = len(self.eqns)
-        return not self.reduces or (self.reduces_rows and not self.costly)
+        return self.by_rows and not (self.reduces and self.costly)
 
     def may_join(self, other: Group) -> bool:
         """Whether another may join: of the same region, in the same program.
@@ -92,6 +81,11 @@ class Group:
                 v if isinstance(v, Literal) else others.get(v, v) for v in eqn.invars
             ]
             self.eqns.append(eqn.replace(invars=invars) if others else eqn)
+            for inner in nested([eqn]):
+                name = inner.primitive.name
+                self.costly |= name in _primitives.TRANSCENDENTAL
+                self.reduces |= name in _primitives.REDUCTIONS
+                self.by_rows &= _is_by_rows(inner)
         self.made.update({value.number: (var, value) for var, value in made})
 
     def absorb(self, group: Group) -> None:
@@ -114,6 +108,14 @@ class Group:
             [var for var, _ in kept.values()],
             list(map(low.get, kept)),
         )
+
+
+def _is_by_rows(eqn: JaxprEqn) -> bool:
+    """Whether an equation that reduces does so along the last of several dimensions."""
+    if eqn.primitive.name not in _primitives.REDUCTIONS | _primitives.POOLS:
+        return True
+    last = len(shape_of(eqn.invars[0])) - 1
+    return last > 0 and {*eqn.params.get("axes", ())} == {last}
 
 
 class Groups:
@@ -166,8 +168,7 @@ class Groups:
         norm = self._making.get(value.number)
         if norm is None or norm.may_join(group):
             return None
-        adds = holds_any(norm.eqns, _primitives.REDUCTIONS)
-        if not adds or holds_any(norm.eqns, _primitives.TRANSCENDENTAL):
+        if norm.costly or not norm.reduces:
             return None
         entering = (v for _, v in norm.inputs.values() if v.low)
         shape = value.aval.shape
