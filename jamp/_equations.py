@@ -1,7 +1,7 @@
 """Equations of a program: a walk through all of them, what one reads, binding one."""
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -18,6 +18,8 @@ from jax.extend.core import (
 from jamp._compat import array_in, becomes_a_program, checkpoint, settings
 from jamp._dtypes import FLOAT32, dtype_of, eligible, is_float64, shape_of
 from jamp._primitives import CALLS, CHEAP
+
+T = TypeVar("T")
 
 
 def equations(
@@ -71,6 +73,43 @@ def runs_in_float32(eqns: Sequence[JaxprEqn]) -> bool:
         dtype is None or dtype == FLOAT32 or not (eligible(dtype) or is_float64(dtype))
         for dtype in map(dtype_of, atoms(nested(eqns)))
     )
+
+
+def followed(
+    eqns: Iterable[JaxprEqn],
+    known: dict[Any, T],
+    make: Callable[[JaxprEqn, list[T]], Sequence[T]],
+    literal: Callable[[Literal], T],
+    unknown: T,
+) -> dict[Any, T]:
+    """Adds what is known of the variables that equations make, through calls too.
+
+    Args:
+      eqns: the equations.
+      known: what is known of variables that they read.
+      make: what is known of each result of an equation that is no call, given what is
+        of its operands.
+      literal: what is known of a literal.
+      unknown: what is known of other variables.
+    """
+
+    def read(atom: Any, known: dict[Any, T]) -> T:
+        if isinstance(atom, Literal):
+            return literal(atom)
+        return known.get(atom, unknown)
+
+    for eqn in eqns:
+        taken = [read(atom, known) for atom in eqn.invars]
+        made: Sequence[T]
+        if eqn.primitive.name in CALLS:
+            called = closed(eqn.params[CALLS[eqn.primitive.name]]).jaxpr
+            given = dict(zip(called.invars, taken, strict=True))
+            inner = followed(called.eqns, given, make, literal, unknown)
+            made = [read(atom, inner) for atom in called.outvars]
+        else:
+            made = make(eqn, taken)
+        known.update(zip(eqn.outvars, made, strict=True))
+    return known
 
 
 def replaced(

@@ -53,24 +53,25 @@ REDUCTIONS = _names(
 SUMS = PRODUCTS | _names("cumsum reduce_sum reduce_window_sum")
 # They order numbers, or say which come first.
 ORDERS = _names("approx_top_k argmax argmin sort top_k")
-# What is known of their operand is known of their result.
+# They move, slice, repeat or cast one operand, and have one result: what is known of
+# the operand, as that it is a probability, is known of it.
 MOVEMENT = _names(
     "broadcast_in_dim broadcast_to convert_element_type copy name optimization_barrier",
     "reshape reshard rev sharding_constraint slice squeeze transpose",
     "with_memory_space_constraint",
 )
-# They change no number but by a cast; of some they take a part, or put several
-# together.
+# These and others that change no number but by a cast.
 MOVING = MOVEMENT | _names(
     "dynamic_slice dynamic_update_slice scatter split stack tile unstack"
 )
 # Their result is a view of their operand: the same buffer, in torch's words.
 VIEWS = _names("broadcast_in_dim reshape squeeze transpose")
-# The elements of their result are among those of their first operand.
+# The elements of their result are among those of their first operand: of constants, the
+# numbers stay known.
 KEEPING_ELEMENTS = (MOVEMENT - {"optimization_barrier"}) | _names(
     "dynamic_slice split stop_gradient tile unstack"
 )
-# The elements of their result are those of their operands.
+# Of an input of the program they make one still, whose gradient as a weight is float32.
 ARRANGING = MOVING | _names("concatenate")
 # Their results are probabilities: of one near 1, rounding leaves nothing of the rest.
 PROBABILITIES = _names("logistic")
@@ -120,14 +121,14 @@ CALLS = {
 }
 # They join elements of several operands.
 JOINING = _names("concatenate pad select_n stack")
-# Their results are elements of their operands, but for the sign, or zero.
-REARRANGING = _names(
+# Their results are elements of their operands, but for the sign, or zero; none casts.
+_REARRANGING = _names(
     "broadcast_in_dim concatenate copy dynamic_slice dynamic_update_slice gather jit",
     "neg pad reshape rev scatter sharding_constraint slice split squeeze stack",
     "stop_gradient tile transpose unstack",
 )
 # Their results are among the elements of their operands but for the sign, or -1, 0, 1.
-EXACT = REARRANGING | _names(
+EXACT = _REARRANGING | _names(
     "abs clamp cummax cummin custom_jvp_call max min reduce_max reduce_min select_n",
     "sign",
 )
@@ -142,7 +143,7 @@ HANDING_ON = (
 # Each result is what they make of one operand, and adds up nothing.
 EACH_BY_ITSELF = INDEPENDENT - CARRYING - REPEATING
 # Their backward pass needs nothing of their operands.
-LINEAR = REARRANGING | _names("add add_any convert_element_type reduce_sum sub")
+LINEAR = _REARRANGING | _names("add add_any convert_element_type reduce_sum sub")
 # They run in no other dtypes than those that they stand in.
 DTYPE_BOUND = _names("bitcast_convert_type call_hi_primitive ffi_call pure_callback")
 # Functions of one number, which are rounded once.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import chain, product
-from typing import Any
+from typing import Any, Literal, assert_never
 
 from jamp._diagnose import judge
 from jamp._diagnose.diagnosis import Suggestion
@@ -30,12 +30,12 @@ ROUNDS = 6
 FURTHER = 8
 
 Examine = Callable[[Settings], Examination]
+Kind = Literal["loss_scale", "function", "scope", "primitive", "region", "dtype"]
 
 
 @dataclass(frozen=True)
 class Change:
-    # `'loss_scale'`, `'function'`, `'scope'`, `'primitive'`, `'region'` or `'dtype'`.
-    kind: str
+    kind: Kind
     value: Any  # the new scale or dtype, or what a rule or region is for
     reason: str = field(compare=False)  # why, in words
 
@@ -52,7 +52,10 @@ class Change:
                 return bool(output.primitive == self.value)
             case "region":
                 return bool(output.location == self.value)
-        return True
+            case "dtype":
+                return True
+            case _:
+                assert_never(self.kind)
 
     def apply(self, settings: Settings) -> Settings:
         options, policy = settings.options, settings.options.policy
@@ -65,8 +68,10 @@ class Change:
                 return replace(settings, options=replace(options, dtype=self.value))
             case "scope":
                 policy = policy.scoped("/".join(self.value), "float32")
-            case _:
+            case "function" | "primitive":
                 policy = policy.with_rules(float32=[self.value])
+            case _:
+                assert_never(self.kind)
         return replace(settings, options=replace(options, policy=policy))
 
 
@@ -304,6 +309,10 @@ def _suggest(
             case "dtype":
                 code = _call(change.apply(examination.settings).options)
                 yield Suggestion(code, change.reason, True, {"dtype": change.value})
+            case "function" | "scope" | "primitive":
+                pass  # All of these are one policy, above.
+            case _:
+                assert_never(change.kind)
 
 
 def _with_rules(changes: Sequence[Change]) -> str:

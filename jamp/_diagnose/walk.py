@@ -44,7 +44,7 @@ class Walk:
     advance: Callable[[], object]  # called after each equation
     measured: dict[Hashable, Measured]  # what is measured, in the program's order
     scope: Scope  # the named scopes around the program
-    callers: tuple[JaxprEqn, ...] = ()  # the equations that hold it, innermost first
+    holders: tuple[JaxprEqn, ...] = ()  # the equations that hold it, innermost first
     iteration: int | None = None  # that of the loop around the program, if there is one
 
     def run(self, program: Any, values: Values) -> list[Tracked]:
@@ -83,14 +83,14 @@ class Walk:
 
     def _inside(self, eqn: JaxprEqn) -> Self:
         scope = self.scope.enter(eqn.source_info.name_stack)
-        return replace(self, scope=scope, callers=(eqn, *self.callers))
+        return replace(self, scope=scope, holders=(eqn, *self.holders))
 
     def _plain(self, eqn: JaxprEqn, operands: Values) -> list[Tracked]:
         pairs = self._bind(eqn, [operand.pair for operand in operands])
         scaled = any(operand.scaled for operand in operands)
         producers = _producers(operands)
         before = [x.statistics for x in operands if x.statistics is not None]
-        eqns, values = (eqn, *self.callers), []
+        eqns, values = (eqn, *self.holders), []
         scope = modules(self.scope.enter(eqn.source_info.name_stack).names)
         for var, pair in zip(eqn.outvars, pairs, strict=True):
             value = tracked(pair, scaled, producers)
@@ -174,8 +174,8 @@ class Walk:
 
     def _left(self, results: Values, operands: Values) -> list[Tracked]:
         """The results of a loop: all that is inside may have led to each of them."""
-        around = slice(-len(self.callers), None)
-        inside = {m for m in self.measured.values() if m.eqns[around] == self.callers}
+        around = slice(-len(self.holders), None)
+        inside = {m for m in self.measured.values() if m.eqns[around] == self.holders}
         producers = _producers(operands) | inside
         return [result._replace(producers=producers) for result in results]
 

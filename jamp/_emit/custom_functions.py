@@ -53,9 +53,9 @@ def emit_custom_jvp(emitter: Emitter, action: Structural, arrays: Arrays) -> Arr
         traced = emitter.rules.once(key, partial(trace_jvp, eqn, region, slots))
         program = _checked(eqn, traced)
         # JAX may transpose what computes the tangents.
-        context = action.context._replace(linear=True)
+        context = action.context._replace(transposable=True)
         values = [*_inputs(action), *map(Value, map(jax.typeof, taken))]
-        called = _Rule(eqn, program, values, context, inner.dtypes * 2)
+        called = _Rule(eqn, program, values, context, inner.result_dtypes * 2)
         outs = called.run(emitter, [*primals, *taken])
         zeros = zero_results(program)[count:]
         return outs[:count], tuple(
@@ -93,7 +93,7 @@ def emit_custom_vjp(emitter: Emitter, action: Structural, arrays: Arrays) -> Arr
             if (primals[slot].perturbed if symbolic else varies[slot])
         )
         forward = _checked(eqn, rules.forward(slots))
-        rule = _Rule(eqn, forward, _inputs(action), context, inner.dtypes)
+        rule = _Rule(eqn, forward, _inputs(action), context, inner.result_dtypes)
         taken = [primal.value for primal in primals] if symbolic else primals
         results = rule.run(current(), taken)
         return results[:outs], Partial(pullback_of(slots), results[outs:])
@@ -145,7 +145,7 @@ def emit_custom_vmap(emitter: Emitter, action: Structural, arrays: Arrays) -> Ar
         batched_eqn = jax.vmap(lambda *taken: bind(eqn, taken), axes, axis_size=size)
         program = make_jaxpr(batched_eqn, context.region)(*avals)
         inputs = inputs_like(program, arrays)
-        by_rule = _Rule(eqn, program, inputs, context, inner.dtypes)
+        by_rule = _Rule(eqn, program, inputs, context, inner.result_dtypes)
         outs = by_rule.run(current(), arrays)
         return outs, (True,) * len(outs)
 

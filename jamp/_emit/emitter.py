@@ -175,7 +175,7 @@ class Emitter:
         `run`. It has results in the dtypes `into`, if they are others than planned.
         """
         avals, wides = (tuple(map(jax.typeof, a)) for a in (arrays, wide.values()))
-        dtypes = tuple(plan.dtypes if into is None else into)
+        dtypes = tuple(plan.result_dtypes if into is None else into)
 
         def run(arrays: Sequence[Any], wides: Sequence[Any]) -> list[Any]:
             casts = dict(zip(wide, wides, strict=True))
@@ -262,8 +262,8 @@ def _emit_rounded_gradient(
 def _emit_bind(emitter: Emitter, action: Bind, arrays: Arrays) -> Arrays:
     eqn = action.eqn
     primitive, params = eqn.primitive, eqn.params
-    if action.dtypes is not None:
-        avals = _dtypes.all_in_dtypes(eqn.invars, action.dtypes)
+    if action.operand_dtypes is not None:
+        avals = _dtypes.all_in_dtypes(eqn.invars, action.operand_dtypes)
         to = action.results[0].dtype
         primitive, params = bound_as(eqn, avals, action.weights, action.rounded, to)
     as_traced = action.caster.record.ruling.rule is Rule.AS_TRACED

@@ -49,7 +49,7 @@ def emit_float32_call(emitter: Emitter, action: Float32Call, arrays: Arrays) -> 
 
 
 def _run(action: Float32Call, *arrays: Any) -> list[Any]:
-    apart = _kept_apart(action)
+    unfused = _to_leave_unfused(action)
     env = dict(zip(action.invars, arrays, strict=True))
     wanted = zip(action.outvars, action.narrowed, strict=True)
     dtypes = {var: cast.dtype for var, cast in wanted if cast is not None}
@@ -62,8 +62,8 @@ def _run(action: Float32Call, *arrays: Any) -> list[Any]:
             env.update(zip(eqn.outvars, made, strict=True))
             for var in filter(dtypes.__contains__, eqn.outvars):
                 narrow[var] = jax.lax.convert_element_type(env[var], dtypes[var])
-            for var in filter(apart.__contains__, eqn.outvars):
-                env[var] = _apart(env[var])
+            for var in filter(unfused.__contains__, eqn.outvars):
+                env[var] = _unfused(env[var])
     wide = [env[var] for var in action.outvars]
     return [*wide, *(narrow[var] for var in action.outvars if var in dtypes)]
 
@@ -76,7 +76,7 @@ _ELEMENT_BY_ELEMENT = (
 )
 
 
-def _kept_apart(action: Float32Call) -> frozenset[Var]:
+def _to_leave_unfused(action: Float32Call) -> frozenset[Var]:
     """What functions with numbers in them give to a reduction, or to other calls.
 
     XLA for CPUs computes such a function inside of the reduction that reads it, or of
@@ -101,7 +101,7 @@ def _kept_apart(action: Float32Call) -> frozenset[Var]:
 
 
 @jax.custom_jvp
-def _apart(array: Any) -> Any:
+def _unfused(array: Any) -> Any:
     """The array itself; of what is differentiated, computed by no reduction or product.
 
     Otherwise nothing is gained: in float32, too, XLA would compute it there.
@@ -109,8 +109,8 @@ def _apart(array: Any) -> Any:
     return array
 
 
-@_apart.defjvp
-def _apart_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+@_unfused.defjvp
+def _unfused_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
     # Float32 has no more bits than these, which XLA does not notice. That of JAX 0.10
     # drops barriers before it forms reductions.
     return jax.lax.reduce_precision(primals[0], 8, 24), tangents[0]

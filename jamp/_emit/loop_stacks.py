@@ -89,9 +89,9 @@ def _needed(action: Action, varying: Collection[int]) -> Collection[int]:
     match action:
         case Float32Call() | Structural(kind="remat2"):
             return varying
-        case Bind(dtypes=None):
+        case Bind(operand_dtypes=None):
             return ()
-        case Bind(dtypes=tuple() as dtypes) if has_own_product(name, dtypes):
+        case Bind(operand_dtypes=tuple() as dtypes) if has_own_product(name, dtypes):
             return varying
         case Bind() if name in _SAVED:
             return range(len(action.operands))  # They agree in dtype.

@@ -24,7 +24,7 @@ from jamp._plan.plan import Structural
 @emits("jit")
 def emit_jit(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
     params, (plan,) = action.eqn.params, action.plans
-    taken, wide = action.parted(arrays)
+    taken, wide = action.unshared(arrays)
     # The casts that are shared come last, and are no inputs of the plan.
     varying = [place for place in emitter.varying if place < len(taken)]
     # Every parameter that holds an entry per input needs one for the casts too.
@@ -45,12 +45,14 @@ def emit_jit(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
 
 @emits("cond")
 def emit_cond(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
-    (_, *taken), wide = action.parted(arrays)
+    (_, *taken), wide = action.unshared(arrays)
     wide = {place - 1: array for place, array in wide.items()}
     # Of what a branch takes JAX saves everything for each iteration.
     varying = range(len(taken)) if emitter.varying else ()
     branches = tuple(
-        emitter.closed(plan, taken, into=action.dtypes, varying=varying, wide=wide)
+        emitter.closed(
+            plan, taken, into=action.result_dtypes, varying=varying, wide=wide
+        )
         for plan in action.plans
     )
     return bind(action.eqn, arrays, branches=branches)
@@ -58,7 +60,7 @@ def emit_cond(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
 
 @emits("remat2")
 def emit_checkpoint(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
-    (plan,), (taken, wide) = action.plans, action.parted(arrays)
+    (plan,), (taken, wide) = action.plans, action.unshared(arrays)
     dtypes = [value.dtype for value in plan.arguments]
     if action.eqn.params["differentiated"]:
         taken = convert_all(taken, dtypes)
@@ -81,7 +83,7 @@ def emit_shard_map(emitter: Emitter, action: Structural, arrays: Arrays) -> Arra
     specs = params["in_specs"]
 
     def run(*shards: Any) -> tuple[Any, ...]:
-        taken, wide = action.parted(shards)
+        taken, wide = action.unshared(shards)
         return tuple(emitter.run(plan, taken, wide=wide))
 
     function: Any = jax.shard_map(
@@ -153,12 +155,12 @@ def _narrowed_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
 def emit_scan(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
     params, slots, (plan,) = action.eqn.params, action.slots, action.plans
     count, num_carry = scan_counts(params)
-    arrays, casts = action.parted(arrays)
+    arrays, casts = action.unshared(arrays)
     end = len(arrays) - len(slots)
     # What is perturbed of arrays in 16 bits is wide, for their gradients to add up.
     wide = [
         array
-        if action.context.linear or not _dtypes.below_float32(array.dtype)
+        if action.context.transposable or not _dtypes.below_float32(array.dtype)
         else convert(casts.get(place, array), _dtypes.FLOAT32)
         for place, array in enumerate(arrays[:count])
     ]
@@ -179,7 +181,7 @@ def emit_scan(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
         others = {p: w for p, (own, w) in pairs if own.dtype != w.dtype}
         others.update(zip(sliced, wides, strict=True))
         results = emitter.run(plan, taken, varying, others)
-        carried = convert_all(results[:num_carry], action.dtypes[:num_carry])
+        carried = convert_all(results[:num_carry], action.result_dtypes[:num_carry])
         left = results[num_carry:]
         return carried, stackable(left) if in_float32 else left
 
@@ -192,7 +194,7 @@ def emit_scan(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
         reverse=params["reverse"],
         unroll=params["unroll"],
     )
-    return [*final, *convert_all(stacked, action.dtypes[num_carry:])]
+    return [*final, *convert_all(stacked, action.result_dtypes[num_carry:])]
 
 
 @emits("while")
@@ -208,7 +210,7 @@ def emit_while(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
         consts, rest = arrays[:num_body], arrays[num_body:]
         extras, carried = rest[: len(action.slots)], rest[len(action.slots) :]
         results = emitter.run(plan, [*consts, *carried, *extras])
-        return convert_all(results, action.dtypes)
+        return convert_all(results, action.result_dtypes)
 
     if test.results[0].ndim > 0:
         # Only the primitive takes the loops over several predicates that vmap makes.

@@ -46,7 +46,7 @@ class Counted:
     @property
     def low_matmuls(self) -> int:
         """How many of them compute on 16-bit operands."""
-        return runs(op for op in self.matmuls if op.record.low)
+        return runs(op for op in self.matmuls if op.record.computes_low)
 
     @cached_property
     def flops(self) -> float:
@@ -56,7 +56,7 @@ class Counted:
     @cached_property
     def low_flop_share(self) -> float:
         """Share, from 0 to 1, of those operations that run on 16-bit operands."""
-        low = sum(op.flops for op in self.operations if op.record.low)
+        low = sum(op.flops for op in self.operations if op.record.computes_low)
         return low / self.flops if self.flops else 0.0
 
     @cached_property
@@ -369,7 +369,7 @@ class Figures(Counted):
     def warnings(self) -> tuple[str, ...]:
         """What to know first, the gravest first: sentences, or none if all is well."""
         matmuls, unknown = self.matmuls, Counter(r.primitive for r in self.unknown)
-        wide = [op for op in matmuls if not op.record.low]
+        wide = [op for op in matmuls if not op.record.computes_low]
         reasons = ", ".join(sorted({op.reason for op in wide}))
         names = ", ".join(f"{name} ({unknown[name]})" for name in sorted(unknown))
         added = ", ".join(str(entry) for entry in self.unused if entry.added)

@@ -6,17 +6,15 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
-from jax.extend.core import JaxprEqn, jaxprs_in_params
+from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes, _primitives
 from jamp._plan.programs import STRUCTURAL
 from jamp._plan.records import Record
 from jamp._policy.rules import Rule
 from jamp._tracing.locations import Location, library_location, location
-from jamp._tracing.options import Options
-from jamp._tracing.regions import Scope, modules
+from jamp._tracing.regions import modules
 
 # What calls programs, which count in its place.
 _COUNTED_INSIDE = STRUCTURAL.keys() - _primitives.COLLECTIVES
@@ -109,23 +107,3 @@ def _repeats(eqn: JaxprEqn) -> int:
         sizes = eqn.params["mesh"].shape
         return math.prod(sizes[axis] for axis in eqn.params["newly_manual_axes"])
     return 1
-
-
-def options_inside(program: Any, options: Options) -> dict[Options, None]:
-    """The options in force for its operations; conversions are alike under any."""
-    found: dict[Options, None] = {}
-    entered: set[tuple[int, Options]] = set()
-
-    def walk(program: Any, scope: Scope) -> None:
-        for eqn in program.eqns:
-            inside, name = scope.enter(eqn.source_info.name_stack), eqn.primitive.name
-            if name in _COUNTED_INSIDE:
-                for inner in jaxprs_in_params(eqn.params):
-                    if (id(inner), inside.options) not in entered:
-                        entered.add((id(inner), inside.options))
-                        walk(inner, inside)
-            elif name != "convert_element_type":
-                found[inside.options] = None
-
-    walk(program, Scope((), options))
-    return found

@@ -16,14 +16,14 @@ from jamp._emit import emit
 from jamp._errors import AutocastError, AutocastTypeError
 from jamp._explain import html, text
 from jamp._explain.figures import Counted, Figures, Module, runs
-from jamp._explain.operations import Operation, operations, options_inside
+from jamp._explain.operations import Operation, operations
 from jamp._explain.residuals import Residuals, bytes_by_dtype, find_residuals
 from jamp._explain.risks import find_risks
 from jamp._plan.planner import make_plan
 from jamp._tracing import trace
 from jamp._tracing.checks import check_function, is_array
 from jamp._tracing.options import Options
-from jamp._tracing.regions import options_around
+from jamp._tracing.regions import options_around, options_inside
 
 
 @dataclass(frozen=True, repr=False)

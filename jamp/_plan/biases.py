@@ -61,7 +61,7 @@ def _before_rounding(value: Value, plan: Plan) -> Value | None:
     if not isinstance(action, Bind) or len(action.results) > 1:
         return None
     name, wide = action.eqn.primitive.name, Value.of(value.aval, FLOAT32, value.traits)
-    if has_own_product(name, action.dtypes or (FLOAT32,) * 2):
+    if has_own_product(name, action.operand_dtypes or (FLOAT32,) * 2):
         at = plan.actions.index(action)
         rounds = Cast((wide,), (value,), action.caster)
         plan.actions[at : at + 1] = [replace(action, results=(wide,)), rounds]
@@ -73,7 +73,7 @@ def _before_rounding(value: Value, plan: Plan) -> Value | None:
             return None
         taken, made = (source,), (wide,)
         moved_wide = replace(
-            action, operands=taken, results=made, dtypes=(FLOAT32,), read=taken
+            action, operands=taken, results=made, operand_dtypes=(FLOAT32,), read=taken
         )
         plan.actions.insert(plan.actions.index(action), moved_wide)
     plan.float32_of_products[value.number] = wide
@@ -111,14 +111,14 @@ def bias_dims(
         left, right = (
             value.ndim - 1 in dims for value, dims in zip(factors, summed, strict=True)
         )
-        given = [_is_given(value, inputs) for value in factors]
+        given = [_is_input(value, inputs) for value in factors]
         weights = [given[0] and right and not left, given[1] and left and not right]
     return tuple(
         dims for dims, is_weight in zip(found, weights, strict=True) if is_weight
     )
 
 
-def _is_given(value: Value, inputs: Values) -> bool:
+def _is_input(value: Value, inputs: Values) -> bool:
     """Whether a value, or what it was cast from, is no result of the program."""
     given = any(value is v or value in v.casts.values() for v in inputs)
     return given or value.known is not None

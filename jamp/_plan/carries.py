@@ -61,7 +61,7 @@ def _fixed_point(
         inner = body(carry_in(carry, dtypes))
         after: list[Any] = [
             FLOAT32 if place in wide else dtype
-            for place, dtype in enumerate(inner.dtypes[: len(carry)])
+            for place, dtype in enumerate(inner.result_dtypes[: len(carry)])
         ]
         if after in seen[:-1] or len(seen) > len(carry) + 1:
             after = [meet(options) for options in zip(dtypes, after, strict=True)]
@@ -85,7 +85,7 @@ def _keep_sums(
         trial = body(
             [
                 value.knowing(
-                    sums=low, origins=frozenset({Carried(depth, place, False)})
+                    sum_dtype=low, origins=frozenset({Carried(depth, place, False)})
                 )
                 for place, (value, low) in marks
             ]
@@ -182,7 +182,10 @@ def left_by(results: Values, carry: Values, depth: int) -> list[Traits]:
 
     return [
         handed_on(
-            value, sums=value.traits.sums, origins=frozenset(origins(place, value))
+            value,
+            data=value.traits.data,
+            sum_dtype=value.traits.sum_dtype,
+            origins=frozenset(origins(place, value)),
         )
         for place, value in enumerate(results)
     ]
@@ -191,7 +194,7 @@ def left_by(results: Values, carry: Values, depth: int) -> list[Traits]:
 def handed_on(value: Value, **traits: Any) -> Traits:
     """What is known of a value that enters a program in parts, or leaves a loop."""
     known = value.traits
-    return Traits(probability=known.probability, rounded=known.rounded, **traits)
+    return Traits(probability=known.probability, rounded_to=known.rounded_to, **traits)
 
 
 def meet(dtypes: Sequence[Any]) -> Any:

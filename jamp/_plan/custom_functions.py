@@ -34,11 +34,11 @@ def plan_custom_call(equation: Equation) -> list[Value]:
     name = equation.eqn.primitive.name
     program = equation.eqn.params[_primitives.CALLS[name]]
     operands = equation.operands
-    inner = equation.inner(program, operands)
-    if any(value.traits.sums for value in operands):
+    inner = equation.plan_held(program, operands)
+    if any(value.traits.sum_dtype for value in operands):
         # As logaddexp, it may add to a loop's sum, or hand on one that was added to.
         kept = [value.kept for value in operands]
-        trial = equation.inner(program, kept)
+        trial = equation.plan_held(program, kept)
         results = [value.kept for value in trial.results]
         if any(value.adds for value in results):
             trial.results = results
@@ -49,7 +49,7 @@ def plan_custom_call(equation: Equation) -> list[Value]:
     own = ruling_of_called(equation.context, inner.records, closed(program))
     if own is not None:
         equation = equation._replace(context=equation.context._replace(forced=own))
-    return equation.calling(inner, operands, changed=changed, in_float32=in_float32)
+    return equation.bind_with(inner, operands, changed=changed, in_float32=in_float32)
 
 
 @structural("call_hi_primitive")
@@ -68,15 +68,15 @@ def plan_hi_primitive(equation: Equation) -> list[Value]:
     )
     with settings(eqn):
         expanded = expand(*(var.aval for var in eqn.invars))
-    inner = equation.inner(expanded, equation.operands)
+    inner = equation.plan_held(expanded, equation.operands)
     rules, kind = _rules_of(equation)
-    same = inner.dtypes == tuple(map(_dtypes.dtype_of, eqn.outvars))
+    same = inner.result_dtypes == tuple(map(_dtypes.dtype_of, eqn.outvars))
     plans: list[tuple[Plan | None, Any]] = [(inner, expanded)]
     if not equation.context.tried:
         plans += [(_trial(equation, rule), rule) for rule in rules]
     if same and not any(_lowers(plan, program) for plan, program in plans):
         return plan_as_traced(equation)
-    return equation.calling(inner, changed=True, kind=kind)
+    return equation.bind_with(inner, changed=True, kind=kind)
 
 
 def _rules_of(equation: Equation) -> tuple[tuple[Any, ...], str]:
@@ -125,7 +125,7 @@ def _trial(equation: Equation, rule: Any) -> Plan | None:
     """
     trial = equation._replace(context=equation.context._replace(tried=True))
     with suppress(BannedOpError):
-        return trial.inner(rule, [Value(aval) for aval in rule.in_avals])
+        return trial.plan_held(rule, [Value(aval) for aval in rule.in_avals])
     return None
 
 

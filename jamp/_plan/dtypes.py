@@ -48,7 +48,7 @@ def _summed(eqn: JaxprEqn, operands: Values, promoted: Dtypes) -> Dtypes:
     """What is promoted and adds up, in float32, so that the sum is rounded once."""
     floating = _each(operands, FLOAT32)
     if eqn.primitive.name in _primitives.EACH_BY_ITSELF:
-        floating = tuple([FLOAT32 if v.traits.sums else None for v in operands])
+        floating = tuple([FLOAT32 if v.traits.sum_dtype else None for v in operands])
     used = [dtype for dtype in promoted.operands if dtype is not None]
     rounded = promoted.results
     if used and not rounded:

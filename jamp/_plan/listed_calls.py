@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
+from jax.extend.core import JaxprEqn, jaxprs_in_params
 
 from jamp import _dtypes, _primitives
 from jamp._dtypes import FLOAT32, DType
-from jamp._equations import closed, is_cheap, nested, read_by, runs_in_float32
+from jamp._equations import followed, is_cheap, nested, read_by, runs_in_float32
 from jamp._plan.plan import Caster, Context, Environment, Float32Call
 from jamp._plan.products import explicit_precision
 from jamp._plan.records import Origin, Record, Returned, Ruling, with_inner
@@ -83,9 +83,14 @@ class ListedCall:
     @cached_property
     def sources(self) -> dict[Any, frozenset[Any]]:
         """Which entering values each value of it is computed from."""
-        found: dict[Any, frozenset[Any]] = {v: frozenset([v]) for v in self.entered}
-        _follow(self.eqns, found)
-        return found
+        nothing: frozenset[Any] = frozenset()
+        return followed(
+            self.eqns,
+            {var: frozenset([var]) for var in self.entered},
+            lambda eqn, taken: [nothing.union(*taken)] * len(eqn.outvars),
+            literal=lambda _: nothing,
+            unknown=nothing,
+        )
 
     def leaving_dtype(self, var: Any, dtype: DType) -> DType:
         """The dtype in which a variable, computed in some dtype, leaves the call."""
@@ -119,29 +124,6 @@ class ListedCall:
         return _dtypes.widest(v.dtype for v in values if _rank(v) == rank)
 
 
-def _follow(eqns: Sequence[JaxprEqn], found: dict[Any, frozenset[Any]]) -> None:
-    """Adds, for each value that equations make, what it is computed from.
-
-    Of a call each result for itself: a derivative rule gives tangents beside a value.
-    """
-    for eqn in eqns:
-        program = eqn.params.get(_primitives.CALLS.get(eqn.primitive.name, ""))
-        if program is None:
-            each = [found.get(var, frozenset()) for var in read_by(eqn)]
-            found.update(dict.fromkeys(eqn.outvars, frozenset().union(*each)))
-            continue
-        inner = closed(program).jaxpr
-        inside = {
-            var: found.get(atom, frozenset())
-            for var, atom in zip(inner.invars, eqn.invars, strict=True)
-            if not isinstance(atom, Literal)
-        }
-        _follow(inner.eqns, inside)
-        for var, atom in zip(eqn.outvars, inner.outvars, strict=True):
-            constant = isinstance(atom, Literal)
-            found[var] = frozenset() if constant else inside.get(atom, frozenset())
-
-
 def _rank(value: Value) -> tuple[int, int]:
     """The rank of a value, first without its dimensions of size one."""
     return sum(size != 1 for size in value.aval.shape), value.ndim
@@ -149,39 +131,58 @@ def _rank(value: Value) -> tuple[int, int]:
 
 def plan_listed_call(call: ListedCall) -> None:
     """Plans the equations of a call, and the casts around it, by its rule."""
-    rule, env, eqns = call.ruling.rule, call.env, call.eqns
-    forced = call.ruling.inside
-    inner = call.context._replace(inside=call.context.inside | {call.function})
-    first = len(env.plan.records)
-    products = (e for e in nested(eqns) if e.primitive.name in _primitives.PRODUCTS)
-    stays = rule is Rule.LOWER and any(map(_stays_as_traced, products))
-    # Of what is differentiated, JAX puts what is known of a call in front of a loop:
-    # what is made of constants alone is a constant still.
-    constant = forced.rule is Rule.FLOAT32 and all(
-        env.read(var).follows for var in call.invars
-    )
-    if stays or constant or (call.function.elementwise and not _has_no_product(eqns)):
-        call.plan_inside(env, inner)
+    env, eqns, records = call.env, call.eqns, call.env.plan.records
+    functions = call.context.functions | {call.function}
+    context = call.context._replace(functions=functions)
+    if _is_left_to_primitives(call):
+        call.plan_inside(env, context)
         return
+    first = len(records)
+    for_equations = call.ruling.for_equations
     enter = call.caster(Record(eqns[0], call.ruling, ()), eqns[0])
-    if rule is Rule.LOWER:
-        call.plan_inside(env.overlay(_in_16_bits(call.entered, enter)), inner)
-    elif forced.rule is Rule.FLOAT32 and runs_in_float32(eqns):
+    if call.ruling.rule is Rule.LOWER:
+        call.plan_inside(env.overlay(_in_16_bits(call.entered, enter)), context)
+    elif for_equations.rule is Rule.FLOAT32 and runs_in_float32(eqns):
         _plan_in_float32(call, enter)
     else:
-        call.plan_inside(env, inner._replace(forced=forced))
-    records = env.plan.records[first:]
-    for record in with_inner(records):
-        if record.ruling == forced or record.ruling.origin not in _DECISIVE:
+        call.plan_inside(env, context._replace(forced=for_equations))
+    made = records[first:]
+    for record in with_inner(made):
+        if record.ruling == for_equations or record.ruling.origin not in _DECISIVE:
             record.ruling, record.returns = call.ruling, ()
-    enter.record = records[0]
-    _cast_results(call, records[-1])
+    enter.record = made[0]
+    _cast_results(call, made[-1])
+    _note_returns(call, made)
+
+
+def _is_left_to_primitives(call: ListedCall) -> bool:
+    """Whether a call is planned as if its function were not listed.
+
+    So is one in 16 bits with a product that stays as traced; one in float32 of
+    constants alone, as JAX puts what is known of a call that is differentiated in front
+    of a loop; and one that is elementwise only if what it is given multiplies nothing.
+    """
+    rule, eqns = call.ruling.rule, call.eqns
+    if rule is Rule.LOWER:
+        products = (e for e in nested(eqns) if e.primitive.name in _primitives.PRODUCTS)
+        if any(map(_stays_as_traced, products)):
+            return True
+    if rule in (Rule.FLOAT32, Rule.INTERNAL_FLOAT32):
+        # They are constants still.
+        if all(call.env.read(var).follows for var in call.invars):
+            return True
+    return call.function.elementwise and not _has_no_product(eqns)
+
+
+def _note_returns(call: ListedCall, records: Sequence[Record]) -> None:
+    """Notes which results of its equations leave a call."""
+    env = call.env
     for record in records:
         outvars = record.eqn.outvars
-        inside = record.returns or (None,) * len(outvars)
+        known = record.returns or (None,) * len(outvars)
         record.returns = tuple(
-            _returned(env.read(var)) if env.used_from(var, call.stop) else stays
-            for var, stays in zip(outvars, inside, strict=True)
+            _returned(env.read(var)) if env.used_from(var, call.stop) else before
+            for var, before in zip(outvars, known, strict=True)
         )
 
 
@@ -213,7 +214,7 @@ def ruling_of_called(
     source = str(program.jaxpr.debug_info.func_src_info)
     if not any(map(source.endswith, lines)):
         return None
-    return ruling.inside
+    return ruling.for_equations
 
 
 def _returned(value: Value) -> Returned:
@@ -277,20 +278,19 @@ def _plan_in_float32(call: ListedCall, enter: Caster) -> None:
     plan.records += _as_traced(call.eqns, call.ruling, call.context.scope)
 
 
-def _constants(call: ListedCall) -> dict[Any, Numbers]:
+def _constants(call: ListedCall) -> dict[Any, Numbers | None]:
     """The numbers of those values of a call that are made of constants alone.
 
     Where JAX cuts a call in two, the second part takes them from the first.
     """
     read = call.env.read
-    found = {var: read(var).traits.numbers for var in call.invars}
-    for eqn in call.eqns:
-        operands = [
-            read(atom).traits.numbers if isinstance(atom, Literal) else found.get(atom)
-            for atom in eqn.invars
-        ]
-        found.update(dict.fromkeys(eqn.outvars, propagate(eqn, operands)))
-    return {var: numbers for var, numbers in found.items() if numbers is not None}
+    return followed(
+        call.eqns,
+        {var: read(var).traits.numbers for var in call.invars},
+        lambda eqn, taken: [propagate(eqn, taken)] * len(eqn.outvars),
+        literal=lambda atom: read(atom).traits.numbers,
+        unknown=None,
+    )
 
 
 def _as_traced(eqns: Sequence[JaxprEqn], ruling: Ruling, scope: Scope) -> list[Record]:
@@ -324,5 +324,5 @@ def _cast_results(call: ListedCall, record: Record) -> None:
         if known and (value.dtype, dtype) == (FLOAT32, known.dtype):
             settled = value.seen(settled, known.origins)
         if probability:
-            settled = settled.knowing(probability=frozenset([name]), rounded=None)
+            settled = settled.knowing(probability=frozenset([name]), rounded_to=None)
         call.env.bind([var], [settled])

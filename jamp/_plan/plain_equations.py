@@ -90,15 +90,15 @@ def cast_and_bind(equation: Equation, dtypes: Dtypes) -> list[Value]:
     table = _is_table(eqn, operands, caster.options.policy)
     known = [
         _result_traits(equation, taken, used)._replace(
-            table=table, sums=None, origins=frozenset()
+            table=table, sum_dtype=None, origins=frozenset()
         )
         for taken in made_of(eqn, operands)
     ]
     made = zip(eqn.outvars, result_dtypes(eqn, used, traced), known, strict=True)
     results = [Value.of(var.aval, dtype, traits) for var, dtype, traits in made]
     numbers = {value.number for value in cast if value.eligible}
-    if eqn.primitive.name in _primitives.ARRANGING and numbers <= plan.given:
-        plan.given.update(value.number for value in results)
+    if eqn.primitive.name in _primitives.ARRANGING and numbers <= plan.moved_inputs:
+        plan.moved_inputs.update(value.number for value in results)
     ruled = caster.record.ruling.rule is not Rule.AS_TRACED
     given = [value.dtype for value in operands]
     changed = used != traced or (ruled and has_own_primitive(eqn, used, given))
@@ -129,7 +129,7 @@ def _weights(equation: Equation, used: Sequence[Any]) -> dict[int, Value]:
     wanted = equation.caster.options.policy.float32_gradients
     if not (wanted and has_own_product(equation.eqn.primitive.name, used)):
         return {}
-    given = equation.plan.given
+    given = equation.plan.moved_inputs
     sources = {p: v.source or v for p, v in enumerate(equation.operands)}
     return {
         place: value
@@ -174,7 +174,7 @@ def _result_traits(equation: Equation, operands: Values, used: Sequence[Any]) ->
         if not low or adds_nothing(eqn):
             return Traits(data=data)
         rules = caster.options.policy.function_rules
-        layer = any(rules.get(found) is Rule.LOWER for found in context.inside)
+        layer = any(rules.get(found) is Rule.LOWER for found in context.functions)
         dims = bias_dims(eqn, operands, caster.plan.inputs, layer=layer)
         return Traits(bias_dims=dims, data=True)
     unsafe = caster.options.policy.unsafe
@@ -193,7 +193,7 @@ def _result_traits(equation: Equation, operands: Values, used: Sequence[Any]) ->
         found = [known for known in firm if known.probability]
         if found and (len(firm) == 1 or name not in _primitives.BROADCASTING):
             names = frozenset().union(*(known.probability for known in found))
-            return traits._replace(probability=names, rounded=found[0].rounded)
+            return traits._replace(probability=names, rounded_to=found[0].rounded_to)
     return traits
 
 

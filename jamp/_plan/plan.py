@@ -28,10 +28,10 @@ class Context(NamedTuple):
     scope: Scope  # named scopes and the region
     # The ruling of the listed function they stand in, if it settles them.
     forced: Ruling | None = None
-    inside: frozenset[Function] = frozenset()  # listed functions that are done with
+    functions: frozenset[Function] = frozenset()  # listed ones around, done with
     # Whether these equations are a derivative rule's, which JAX may transpose: no cast
     # may be left to the caller.
-    linear: bool = False
+    transposable: bool = False
     tried: bool = False  # whether the plan is a trial: only whether it changes counts
     derived: bool = False  # whether JAX has made these equations by jvp or transpose
     transposed: bool = False  # whether by transpose: values here are cotangents
@@ -107,7 +107,7 @@ class Bind(Run):
     """An equation without inner programs."""
 
     eqn: JaxprEqn
-    dtypes: tuple[Any, ...] | None  # of its operands, if they are others than traced
+    operand_dtypes: tuple[Any, ...] | None  # if they are others than traced
     read: Values  # its operands before they were cast for it
     # Which operands are casts of weights: these, in float32, are its last operands.
     weights: tuple[int, ...] = ()
@@ -139,7 +139,10 @@ class Float32Call(Run):
 
 @dataclass(frozen=True, eq=False)
 class Structural(Run):
-    """An equation that holds programs."""
+    """An equation that holds programs.
+
+    Its operands: the equation's, casts at `slots`, and casts that share a gradient.
+    """
 
     eqn: JaxprEqn
     plans: Sequence[Plan]  # what is to run for its programs
@@ -149,7 +152,7 @@ class Structural(Run):
     in_float32: bool = False
     shared: Sequence[int] = ()  # as of a `Float32Call`
 
-    def parted(self, arrays: Sequence[Any]) -> tuple[Sequence[Any], dict[int, Any]]:
+    def unshared(self, arrays: Sequence[Any]) -> tuple[Sequence[Any], dict[int, Any]]:
         """What it takes, and casts to share the gradient of, by their operand's place.
 
         Args:
@@ -165,7 +168,7 @@ class Structural(Run):
 
     @property
     def widens(self) -> Sequence[int]:
-        if self.context.linear:
+        if self.context.transposable:
             return ()
         first = 1 if self.kind == "cond" else 0
         return [
@@ -196,7 +199,7 @@ class Structural(Run):
         return [slot for slot, _ in self.plans[-1].extras]
 
     @property
-    def dtypes(self) -> list[Any]:
+    def result_dtypes(self) -> list[Any]:
         return [value.dtype for value in self.results]
 
 
@@ -207,7 +210,7 @@ class Plan:
     inputs: Values
     # The numbers of inputs, and of what only arranges their elements anew: those in
     # float32 are weights to the products that read them.
-    given: set[int]
+    moved_inputs: set[int]
     # Further inputs: casts of inputs, by position and dtype.
     extras: dict[tuple[int, DType], Value] = field(default_factory=dict)
     results: Values = ()
@@ -235,11 +238,11 @@ class Plan:
         return [*self.inputs, *self.extras.values()]
 
     @property
-    def dtypes(self) -> tuple[Any, ...]:
+    def result_dtypes(self) -> tuple[Any, ...]:
         return tuple([value.dtype for value in self.results])
 
     @property
-    def traits(self) -> tuple[Traits, ...]:
+    def result_traits(self) -> tuple[Traits, ...]:
         return tuple([value.traits for value in self.results])
 
 
@@ -296,7 +299,7 @@ class Caster:
             return value.constant_in(dtype)
         if dtype in value.casts:
             return value.casts[dtype]
-        traits = value.traits._replace(sums=None, origins=frozenset())
+        traits = value.traits._replace(sum_dtype=None, origins=frozenset())
         result = Value.of(value.aval, dtype, traits)
         result.source = value if value.dtype == FLOAT32 else None
         share = self.options.cache_enabled
@@ -327,20 +330,20 @@ class Equation(NamedTuple):
     def plan(self) -> Plan:
         return self.caster.plan
 
-    def inner(
+    def plan_held(
         self, program: Any, operands: Values, hoisted: Iterable[int] = ()
     ) -> Plan:
         given = [value.handed_over for value in operands]
         return self.plan_inner(closed(program), given, self.context, hoisted)
 
-    def as_traced(self, traits: Sequence[Traits] = ()) -> list[Value]:
-        """Binds the equation as it is; something may be known of its results."""
+    def bind_as_traced(self, traits: Sequence[Traits] = ()) -> list[Value]:
+        """Binds it as it is, which its operands have to fit: see `Plan.changed`."""
         results = self._results(map(_dtypes.dtype_of, self.eqn.outvars), traits)
         taken = self.operands
         self.plan.append(Bind(taken, results, self.caster, self.eqn, None, read=taken))
         return results
 
-    def calling(
+    def bind_with(
         self,
         inner: Plan,
         operands: Values | None = None,
@@ -350,14 +353,14 @@ class Equation(NamedTuple):
         in_float32: bool = False,
     ) -> list[Value]:
         """Binds the equation with another program; as it is, if nothing changes."""
-        self.note(inner)
+        self.record_held(inner)
         if not (inner.changed or changed):
-            return self.as_traced(inner.traits)
+            return self.bind_as_traced(inner.result_traits)
         self.plan.changed = True
-        dtypes, traits = inner.dtypes, inner.traits
-        return self.add([inner], dtypes, operands, traits, kind, in_float32)
+        dtypes, traits = inner.result_dtypes, inner.result_traits
+        return self.bind_programs([inner], dtypes, operands, traits, kind, in_float32)
 
-    def add(
+    def bind_programs(
         self,
         plans: Sequence[Plan],
         dtypes: Iterable[Any],
@@ -384,11 +387,11 @@ class Equation(NamedTuple):
             for var, dtype, found in zip(self.eqn.outvars, dtypes, known, strict=True)
         ]
 
-    def extras(self, inputs: Values, inner: Plan) -> list[Value]:
+    def hoisted_casts(self, inputs: Values, inner: Plan) -> list[Value]:
         """The casts of a program's first inputs that it leaves to this equation."""
         return [self.caster.cast(inputs[slot], dtype) for slot, dtype in inner.extras]
 
-    def note(self, *plans: Plan) -> None:
+    def record_held(self, *plans: Plan) -> None:
         """Records what the equation takes, and its inner programs."""
         record = self.caster.record
         record.operands = tuple([v.dtype for v in self.operands])

@@ -200,7 +200,7 @@ class _Planner:
             self._warn_no_traceback()
             return _Entry(eqn, scope)
         calls = locations.calls(key, self._functions(scope.options.policy))
-        outer = (call for call in calls if call.function not in context.inside)
+        outer = (call for call in calls if call.function not in context.functions)
         return _Entry(eqn, scope, None, next(outer, None), key)
 
     def _functions(self, policy: Policy) -> Mapping[int, Function]:
@@ -273,7 +273,7 @@ class _Planner:
         """Why an equation is banned if a reader's rounding turns out to be real."""
         for unsafe in policy.unsafe:
             if eqn.primitive.name in unsafe.primitives and any(
-                known.rounded == unsafe.dtype and known.probability & {*unsafe.of}
+                known.rounded_to == unsafe.dtype and known.probability & {*unsafe.of}
                 for known in (operand.traits for operand in operands)
             ):
                 return (

@@ -52,17 +52,17 @@ def plan_jit(equation: Equation) -> list[Value]:
     """
     operands = [value.kept for value in equation.operands]
     hoisted = range(len(operands) if equation.eqn.primitive.name == "jit" else 0)
-    inner = equation.inner(equation.eqn.params["jaxpr"], operands, hoisted)
+    inner = equation.plan_held(equation.eqn.params["jaxpr"], operands, hoisted)
     inner.results = [value.kept for value in inner.results]
-    extras = equation.extras(operands, inner)
-    return equation.calling(inner, [*operands, *extras])
+    extras = equation.hoisted_casts(operands, inner)
+    return equation.bind_with(inner, [*operands, *extras])
 
 
 @structural("call", "closed_call", "eval_jaxpr", "remat_opt")
 def plan_call(equation: Equation) -> list[Value]:
     eqn = equation.eqn
     program = closed(eqn.params[_primitives.CALLS[eqn.primitive.name]])
-    equation.note()
+    equation.record_held()
     caster = equation.caster
     return equation.plan_inline(
         program, equation.operands, equation.context, caster.plan, caster.source
@@ -73,13 +73,13 @@ def plan_call(equation: Equation) -> list[Value]:
 def plan_shard_map(equation: Equation) -> list[Value]:
     program = closed(equation.eqn.params["jaxpr"])
     operands = [value.kept for value in equation.operands]
-    inner = equation.inner(program, _parts(program.in_avals, operands))
+    inner = equation.plan_held(program, _parts(program.in_avals, operands))
     inner.results = [value.kept for value in inner.results]
-    equation.note(inner)
+    equation.record_held(inner)
     if not inner.changed:
-        return equation.as_traced()
+        return equation.bind_as_traced()
     traits = [v.traits for v in _parts(program.out_avals, inner.results)]
-    return equation.add([inner], inner.dtypes, operands, traits)
+    return equation.bind_programs([inner], inner.result_dtypes, operands, traits)
 
 
 def _parts(avals: Iterable[Any], values: Values) -> list[Value]:
@@ -91,7 +91,7 @@ def _parts(avals: Iterable[Any], values: Values) -> list[Value]:
             handed_on(
                 value,
                 data=value.traits.data,
-                sums=value.traits.sums,
+                sum_dtype=value.traits.sum_dtype,
                 origins=value.traits.origins,
             ),
         )
@@ -103,12 +103,17 @@ def _parts(avals: Iterable[Any], values: Values) -> list[Value]:
 def plan_all_gather(equation: Equation) -> list[Value]:
     """Plans a gather over devices; its emission has gradients added up in float32."""
     (value,), rule = equation.operands, equation.caster.record.ruling.rule
-    summed = value.traits.sums is not None
-    if equation.context.linear or summed or not value.low or rule is not Rule.PROMOTE:
+    summed = value.traits.sum_dtype is not None
+    if (
+        equation.context.transposable
+        or summed
+        or not value.low
+        or rule is not Rule.PROMOTE
+    ):
         return plan_plain(equation)
-    equation.note()
+    equation.record_held()
     equation.plan.changed = True
-    return equation.add([], [value.dtype])
+    return equation.bind_programs([], [value.dtype])
 
 
 @structural("scan")
@@ -122,30 +127,30 @@ def plan_scan(equation: Equation) -> list[Value]:
     depth = depth_of(operands)
     sliced = _parts(params["jaxpr"].in_avals[num_consts + num_carry :], slices)
     # A cast that is made elsewhere has no transpose.
-    hoisted = range(0 if equation.context.linear else num_consts)
+    hoisted = range(0 if equation.context.transposable else num_consts)
     inside = equation._replace(context=equation.context._replace(looped=True))
 
     def body(carried: Values) -> Plan:
         inputs = [*consts, *carried, *sliced]
-        return inside.inner(params["jaxpr"], inputs, hoisted=hoisted)
+        return inside.plan_held(params["jaxpr"], inputs, hoisted=hoisted)
 
     cotangents = equation.context.transposed
     inner, settled, changed = settled_carry(carry, body, depth, cotangents=cotangents)
     traits = left_by(inner.results, carry, depth)
     inner = _with_sums(inner, num_carry, traits)
-    equation.note(inner)
+    equation.record_held(inner)
     # Its emission has their gradients added up in float32.
     rewrites = equation.caster.record.ruling.rule is not Rule.AS_TRACED
     adds_up = rewrites and any(_dtypes.below_float32(value.dtype) for value in consts)
     if not (inner.changed or changed or adds_up):
-        return equation.as_traced()
+        return equation.bind_as_traced()
     equation.plan.changed = True
     _note_casts(equation, inner, settled)
-    extras = equation.extras(consts, inner)
+    extras = equation.hoisted_casts(consts, inner)
     carried = map(equation.caster.cast, carry, settled)
-    return equation.add(
+    return equation.bind_programs(
         [inner],
-        [*settled, *inner.dtypes[num_carry:]],
+        [*settled, *inner.result_dtypes[num_carry:]],
         [*consts, *carried, *slices, *extras],
         traits,
     )
@@ -169,18 +174,18 @@ def plan_while(equation: Equation) -> list[Value]:
 
     def body(carried: Values) -> Plan:
         inputs = [*body_consts, *carried]
-        return equation.inner(params["body_jaxpr"], inputs, hoisted=range(num_body))
+        return equation.plan_held(params["body_jaxpr"], inputs, hoisted=range(num_body))
 
     inner, settled, changed = settled_carry(carry, body, depth)
     inputs = [*cond_consts, *carry_in(carry, settled)]
-    test = equation.inner(params["cond_jaxpr"], inputs)
-    equation.note(test, inner)
+    test = equation.plan_held(params["cond_jaxpr"], inputs)
+    equation.record_held(test, inner)
     if not (inner.changed or test.changed or changed):
-        return equation.as_traced()
-    extras = equation.extras(body_consts, inner)
+        return equation.bind_as_traced()
+    extras = equation.hoisted_casts(body_consts, inner)
     _note_casts(equation, inner, settled)
     carried = map(equation.caster.cast, carry, settled)
-    return equation.add(
+    return equation.bind_programs(
         [test, inner],
         settled,
         [*cond_consts, *body_consts, *carried, *extras],
@@ -193,27 +198,27 @@ def plan_cond(equation: Equation) -> list[Value]:
     """Plans a conditional or switch; its branches meet at the widest dtypes."""
     index, *inputs = [value.kept for value in equation.operands]
     programs = equation.eqn.params["branches"]
-    branches = [equation.inner(program, inputs) for program in programs]
+    branches = [equation.plan_held(program, inputs) for program in programs]
     for branch in branches:
         branch.results = [value.kept for value in branch.results]
-    equation.note(*branches)
+    equation.record_held(*branches)
     if not any(branch.changed for branch in branches):
-        return equation.as_traced()
+        return equation.bind_as_traced()
     dtypes = [
         meet(options)
-        for options in zip(*(branch.dtypes for branch in branches), strict=True)
+        for options in zip(*(branch.result_dtypes for branch in branches), strict=True)
     ]
     for branch in branches:
         _note_casts(equation, branch, dtypes)
     traits = []
     for options in zip(*(branch.results for branch in branches), strict=True):
         known = next((v for v in options if v.traits.probability), options[0])
-        low = next(filter(None, (v.traits.sums for v in options)), None)
+        low = next(filter(None, (v.traits.sum_dtype for v in options)), None)
         if not all(v.is_kept or v.low for v in options):
             low = None  # A branch gives float32 of its own.
         origins = frozenset().union(*(v.traits.origins for v in options))
-        traits.append(handed_on(known, data=True, sums=low, origins=origins))
-    return equation.add(branches, dtypes, [index, *inputs], traits)
+        traits.append(handed_on(known, data=True, sum_dtype=low, origins=origins))
+    return equation.bind_programs(branches, dtypes, [index, *inputs], traits)
 
 
 def _note_casts(equation: Equation, inner: Plan, dtypes: Iterable[Any]) -> None:
@@ -239,9 +244,9 @@ def plan_linear_solve(equation: Equation) -> list[Value]:
     for program, end, length in zip(programs, ends, lengths, strict=True):
         if program is None:
             continue
-        plan = equation.inner(program, [*operands[end - length : end], *sides])
+        plan = equation.plan_held(program, [*operands[end - length : end], *sides])
         _note_casts(equation, plan, map(_dtypes.dtype_of, program.jaxpr.outvars))
         inner.append(plan)
-    equation.note(*inner)
+    equation.record_held(*inner)
     dtypes = map(_dtypes.dtype_of, eqn.outvars)
-    return equation.add(inner, dtypes, [*operands[: ends[-1]], *sides])
+    return equation.bind_programs(inner, dtypes, [*operands[: ends[-1]], *sides])

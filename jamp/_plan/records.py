@@ -52,7 +52,7 @@ class Ruling(NamedTuple):
         return self.entry if isinstance(self.entry, Function) else None
 
     @property
-    def inside(self) -> Ruling:
+    def for_equations(self) -> Ruling:
         """What settles the equations of a function that it is for."""
         wide = self.rule is Rule.INTERNAL_FLOAT32
         return self._replace(rule=Rule.FLOAT32) if wide else self
@@ -160,7 +160,7 @@ class Record:
         return 2.0 * (_dtypes.size_of(sizes) or 0)
 
     @property
-    def low(self) -> bool:
+    def computes_low(self) -> bool:
         """Whether it computes on 16-bit operands."""
         floats = [d for d in self.operands if d is not None and _dtypes.eligible(d)]
         return bool(floats) and all(d in _dtypes.LOW_DTYPES for d in floats)

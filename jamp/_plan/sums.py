@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes, _primitives
 from jamp._dtypes import DType, shape_of
+from jamp._equations import followed
 from jamp._plan.values import Carried, Value, Values
+
+T = TypeVar("T")
 
 
 def reduces_fully(eqn: JaxprEqn, operands: Values) -> bool:
@@ -50,7 +53,7 @@ class CarriedSum(NamedTuple):
     origins: frozenset[Carried]
 
 
-def made_of(eqn: JaxprEqn, operands: Values) -> list[Values]:
+def made_of(eqn: JaxprEqn, operands: Sequence[T]) -> list[Sequence[T]]:
     """For each result of an equation the operands that it is made of."""
     count = len(eqn.outvars)
     if eqn.primitive.name not in _primitives.INDEPENDENT:
@@ -58,39 +61,50 @@ def made_of(eqn: JaxprEqn, operands: Values) -> list[Values]:
     return [*([one] for one in operands), *[operands] * count][:count]
 
 
-def carried_sums(eqn: JaxprEqn, operands: Values) -> list[CarriedSum | None]:
+def carried_sums(eqn: JaxprEqn, operands: Values) -> Sequence[CarriedSum | None]:
     """Which of an equation's results are a loop's sum still, and which."""
-    if not any(value.traits.sums for value in operands):
-        return [None] * len(eqn.outvars)
-    return [_carried_by(eqn, taken) for taken in made_of(eqn, operands)]
-
-
-def _carried_by(eqn: JaxprEqn, operands: Values) -> CarriedSum | None:
     numbers = [value.follows or value.rank == 0 for value in operands]
-    return _carried(eqn.primitive.name, map(_sum_of, operands), numbers)
+    return _each_carried(eqn, list(map(_sum_of, operands)), numbers)
 
 
 def carried_through(
     eqns: Iterable[JaxprEqn], entering: Mapping[Any, Value]
 ) -> dict[Any, CarriedSum | None]:
-    """What equations make of loops' sums among the values of some variables."""
-    found = {var: _sum_of(value) for var, value in entering.items()}
-    if not any(found.values()):
+    """The same of all that equations make, given the values of what they read."""
+    known = {var: _sum_of(value) for var, value in entering.items()}
+    if not any(known.values()):
         return {}
-    for eqn in eqns:
-        sums = [
-            None if isinstance(atom, Literal) else found.get(atom)
-            for atom in eqn.invars
-        ]
-        numbers = [not shape_of(atom) for atom in eqn.invars]
-        made = _carried(eqn.primitive.name, sums, numbers)
-        found.update(dict.fromkeys(eqn.outvars, made))
-    return found
+
+    def make(
+        eqn: JaxprEqn, sums: list[CarriedSum | None]
+    ) -> Sequence[CarriedSum | None]:
+        return _each_carried(eqn, sums, [not shape_of(atom) for atom in eqn.invars])
+
+    return followed(eqns, known, make, literal=lambda _: None, unknown=None)
 
 
 def _sum_of(value: Value) -> CarriedSum | None:
     known = value.traits
-    return CarriedSum(known.sums, known.origins) if known.sums else None
+    return CarriedSum(known.sum_dtype, known.origins) if known.sum_dtype else None
+
+
+def _each_carried(
+    eqn: JaxprEqn, sums: Sequence[CarriedSum | None], numbers: Sequence[bool]
+) -> list[CarriedSum | None]:
+    """For each result of an equation the loop's sum that it is, if any.
+
+    Args:
+      eqn: the equation.
+      sums: for each operand the same.
+      numbers: which operands are numbers, by which a sum may be scaled.
+    """
+    if not any(sums):
+        return [None] * len(eqn.outvars)
+    name, places = eqn.primitive.name, range(len(sums))
+    return [
+        _carried(name, [sums[p] for p in taken], [numbers[p] for p in taken])
+        for taken in made_of(eqn, places)
+    ]
 
 
 def _carried(

@@ -3,6 +3,12 @@
 A literal, and whatever is derived from literals and boolean masks alone, follows: it
 takes the dtype of the operands beside it. Its numbers are known through arithmetic, so
 that a constant which the narrow dtype would destroy can be kept from it.
+
+A sum that a loop carries is two values. Programs hand on the one in float32 (`kept`);
+what reads it has the other, its 16 bits (`as_read`), whose traits say of which sum they
+are. A rule for a program gives `kept` to the program and takes `kept` of its results:
+what it gives as it is enters as 16 bits like any others (`handed_over`), and what is
+added to it in that program is rounded.
 """
 
 from __future__ import annotations
@@ -167,13 +173,13 @@ class Traits(NamedTuple):
     data: bool = False
     # Of a probability, the names of the sigmoid, softmax or the like that gave it.
     probability: frozenset[str] = frozenset()
-    rounded: DType | None = None  # the 16-bit dtype that such a probability has had
+    rounded_to: DType | None = None  # the 16-bit dtype that such a probability has had
     table: bool = False  # whether it is made of iota and literals alone
     # By what constants it was multiplied, one directly after the other.
     scale: float = 1.0
     # The 16-bit dtype that readers see of a loop's sum, which is kept in float32; and
     # which of what the loop carries it comes from.
-    sums: DType | None = None
+    sum_dtype: DType | None = None
     origins: frozenset[Carried] = frozenset()
 
 
@@ -197,7 +203,7 @@ class Value:
         self.eligible = is_plain_array(aval) and _dtypes.eligible(self.dtype)
         self.traits = traits or Traits()
         if self.traits.probability and self.low:
-            self.traits = self.traits._replace(rounded=self.dtype)
+            self.traits = self.traits._replace(rounded_to=self.dtype)
         self.casts: dict[DType, Value] = {}  # the array in other dtypes
         # Which input of an inner program it is, if casts are left to the caller.
         self.slot = slot
@@ -228,21 +234,21 @@ class Value:
     def kept(self) -> Value:
         """What programs hand on: of a loop's sum the float32 that it is kept in."""
         known = self.traits
-        if known.sums is None or self.is_kept:
+        if known.sum_dtype is None or self.is_kept:
             return self
         wide = self.casts[_dtypes.FLOAT32]
-        return wide.knowing(sums=known.sums, origins=known.origins)
+        return wide.knowing(sum_dtype=known.sum_dtype, origins=known.origins)
 
     @property
     def handed_over(self) -> Value:
         """What a program outside of the loop knows: not that its 16 bits are a sum."""
-        if self.traits.sums is None or self.is_kept:
+        if self.traits.sum_dtype is None or self.is_kept:
             return self
-        return self.knowing(sums=None, origins=frozenset())
+        return self.knowing(sum_dtype=None, origins=frozenset())
 
     @property
     def is_kept(self) -> bool:
-        return self.traits.sums is not None and self.dtype == _dtypes.FLOAT32
+        return self.traits.sum_dtype is not None and self.dtype == _dtypes.FLOAT32
 
     @property
     def adds(self) -> bool:
@@ -251,13 +257,13 @@ class Value:
 
     def seen(self, narrow: Value, origins: frozenset[Carried]) -> Value:
         """What readers see of a sum that is kept; those in float32 see the sum."""
-        plain = self.knowing(sums=None, origins=frozenset())
+        plain = self.knowing(sum_dtype=None, origins=frozenset())
         narrow.casts[_dtypes.FLOAT32] = plain
-        return narrow.knowing(sums=narrow.dtype, origins=origins)
+        return narrow.knowing(sum_dtype=narrow.dtype, origins=origins)
 
     def as_read(self, round_to: Callable[[Value, DType], Value]) -> Value:
         """What readers have of it: of a loop's sum in float32 the 16 bits."""
-        low = self.traits.sums
+        low = self.traits.sum_dtype
         if low is None or not self.is_kept:
             return self
         return self.seen(round_to(self, low), self.traits.origins)

@@ -127,7 +127,7 @@ def options_around(
     Raises:
       AutocastError: an option that was given holds nowhere.
     """
-    found = {*_under_autocast(program, (), set())}
+    found = _under_autocast(program)
     functions = [*filter(None, found)]
     whole = None not in found
     if given and whole:
@@ -139,12 +139,32 @@ def options_around(
     return replace(options, enabled=False, source=OUTSIDE)
 
 
-def _under_autocast(
-    program: Any, outer: tuple[_Mark, ...], seen: set[Any]
-) -> Iterator[Options | None]:
+def options_inside(program: Any, options: Options) -> dict[Options, None]:
+    """The options in force for a program's operations, in order; outside, some."""
+    found = _marks_of_operations(program, (), set())
+    return dict.fromkeys(marks[-1].options if marks else options for marks in found)
+
+
+def _under_autocast(program: Any) -> set[Options | None]:
     """Of operations the options of the function under autocast that they stand in.
 
     None stands for no region at all; of those in other regions nothing is told.
+    """
+    found: set[Options | None] = set()
+    for marks in _marks_of_operations(program, (), set()):
+        functions = [mark.options for mark in marks if mark.of_function]
+        enabled = [options for options in functions if options.enabled]
+        if enabled or not marks:
+            found.add(enabled[-1] if enabled else None)
+    return found
+
+
+def _marks_of_operations(
+    program: Any, outer: tuple[_Mark, ...], seen: set[Any]
+) -> Iterator[tuple[_Mark, ...]]:
+    """The regions that each operation stands in, outermost first.
+
+    What holds programs is none itself, nor are conversions, which are alike anywhere.
     """
     for eqn in program.eqns:
         marks = (*outer, *_marks(eqn))
@@ -152,12 +172,9 @@ def _under_autocast(
         for inner in held:
             if (id(inner), marks) not in seen:
                 seen.add((id(inner), marks))
-                yield from _under_autocast(inner, marks, seen)
-        functions = [mark.options for mark in marks if mark.of_function]
-        enabled = [options for options in functions if options.enabled]
-        counts = not held and eqn.primitive.name != "convert_element_type"
-        if counts and (enabled or not marks):
-            yield enabled[-1] if enabled else None
+                yield from _marks_of_operations(inner, marks, seen)
+        if not held and eqn.primitive.name != "convert_element_type":
+            yield marks
 
 
 @dataclass(frozen=True)

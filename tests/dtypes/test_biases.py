@@ -130,6 +130,22 @@ def keys_of_a_loop(x, w, mask):
     return lax.scan(step, x, None, length=2)[1]
 
 
+def keys_that_a_scan_left(x, w, mask):
+    return x @ lax.scan(lambda _, row: (None, row @ w), None, x)[1].T + mask
+
+
+def keys_that_a_scan_carried(x, w, mask):
+    return x @ lax.scan(lambda keys, _: (keys @ w, None), x, length=2)[0].T + mask
+
+
+def keys_that_a_fori_loop_carried(x, w, mask):
+    return x @ lax.fori_loop(0, len(mask), lambda _, keys: keys @ w, x).T + mask
+
+
+def mapped_keys(x, w, mask):
+    return x @ lax.map(lambda row: row @ w, x).T + mask
+
+
 def cached_keys(x, w, mask):
     cache = lax.dynamic_update_slice(jnp.ones((5, 8)), x[:1] @ w, (0, 0))
     return (x @ w) @ cache.T + mask
@@ -208,6 +224,13 @@ PROMOTING = {
         *((5, 8), W, (5,)),
     ),
     "mask of keys from a loop": (keys_of_a_loop, (5, 8), W, (5,)),
+    "mask of keys that a scan left": (keys_that_a_scan_left, (5, 8), W, (5,)),
+    "mask of keys that a scan carried": (keys_that_a_scan_carried, (5, 8), W, (5,)),
+    "mask of keys that a fori_loop carried": (
+        keys_that_a_fori_loop_carried,
+        *((5, 8), W, (5,)),
+    ),
+    "mask of mapped keys": (mapped_keys, (5, 8), W, (5,)),
     "mask of cached keys": (cached_keys, (5, 8), W, (5,)),
     "mask of keys that came in": (
         lambda q, k, m: jnp.einsum("bqd,bkd->bqk", q, k) + m[:, None],

@@ -110,6 +110,7 @@ RECURRENCES = {
     "soft_minimum": soft_minimum,
     "split": lambda c, x: jnp.concatenate(jnp.split(c, 2)[::-1]) + x[0],
     "sum": lambda c, x: jnp.sum(jnp.stack([c, *x]), 0),
+    "nansum": lambda c, x: jnp.nansum(jnp.stack([c, *x]), 0),
     "relu": lambda c, x: jax.nn.relu(c + x[0] - 1),
     "clip": lambda c, x: jnp.clip(c + x[0], 0, 50),
     "remainder": lambda c, x: jnp.mod(c + x[0], 7),

@@ -164,7 +164,7 @@ def test_a_matmul_kept_by_its_precision_says_so(report):
 
 def test_records_hold_what_the_text_says(report):
     products = [r for r in report.records if r.primitive == "dot_general"]
-    assert [r.low for r in products] == [True, False, True, True]
+    assert [r.computes_low for r in products] == [True, False, True, True]
     assert [r.scope for r in products] == [
         ("Network", "first"),
         ("Network",),

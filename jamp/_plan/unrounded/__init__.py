@@ -15,7 +15,7 @@ The words of these modules:
 - low and wide: readers that need the 16 bits, and those that would take float32;
 - apart: of a loop, a branch, a shard or a checkpoint and its backward pass, between
   which JAX keeps values;
-- inside: read in 16 bits by such programs, and so rounded for all readers;
+- pinned: read in 16 bits by such programs, and so rounded for all readers;
 - view: what repeats or scales a value, which the calls that read it do themselves;
 - exact: making no rounding of its own, as `max`;
 - group: equations that are joined to one float32 call.

@@ -33,7 +33,7 @@ class Group:
     costly: bool = False  # whether it holds more than a few instructions per element
 
     @property
-    def low(self) -> bool:
+    def takes_low(self) -> bool:
         """Whether 16 bits enter it."""
         return any(value.low for _, value in self.inputs.values())
 
@@ -52,7 +52,7 @@ class Group:
         the backward pass. Outside of loops a GPU computes again by itself what takes it
         a pass, as a norm over a batch: that is joined in the same named scopes alone.
         """
-        if not (self.grows and self.low):
+        if not (self.grows and self.takes_low):
             return False
         mine, its = self.caster, other.caster
         (*outer, eqn), (*others, found) = mine.source, its.source
@@ -133,7 +133,7 @@ class Groups:
     def grows(self, number: int) -> bool:
         """Whether the group that makes a value may grow by what reads it."""
         group = self._making.get(number)
-        return group is not None and group.grows and group.low
+        return group is not None and group.grows and group.takes_low
 
     def with_rounded_gradients(
         self, group: Group, eqns: Sequence[JaxprEqn], read: Bound

@@ -16,7 +16,7 @@ from jamp._policy.rules import Rule
 class Kind(NamedTuple):
     """Of an action that could run in the float32 that its equation was traced in."""
 
-    low: bool  # whether its results have 16 bits
+    gives_low: bool  # whether its results have 16 bits
     exact: bool = False  # whether it makes no rounding of its own
     moves: bool = False  # whether it changes no number at all
     linear: bool = False  # whether its backward pass needs nothing of its operands
@@ -37,14 +37,14 @@ def kind_of(action: Action) -> Kind | None:
     if not isinstance(action, Bind | Structural) or not action.results:
         return None
     if is_float32_function(action):
-        return Kind(low=any(value.low for value in action.results))
+        return Kind(gives_low=any(value.low for value in action.results))
     if isinstance(action, Structural) and not action.is_call:
         return None
     names = {eqn.primitive.name for eqn in nested([action.eqn])}
     low = [value.low for value in action.results]
     takes_low = any(value.low for value in action.operands)
     if names <= _primitives.ORDERS and takes_low:
-        return Kind(low=any(low), compares=True, orders=True)
+        return Kind(gives_low=any(low), compares=True, orders=True)
     exact = names <= _primitives.EXACT
     # Derivative rules of functions are theirs, but for those of exact ones, as of relu.
     fits = exact or names <= _primitives.CHEAP - {"custom_jvp_call"}
@@ -57,7 +57,7 @@ def kind_of(action: Action) -> Kind | None:
     again = isinstance(action, Structural) and _is_made_again(action, names)
     widens = again and action.results[0].dtype == FLOAT32
     return Kind(
-        low=low[0],
+        gives_low=low[0],
         exact=exact,
         moves=names <= _primitives.MOVING,
         linear=scales or names <= _primitives.LINEAR,

@@ -21,7 +21,7 @@ class Probabilities:
         self._rounded: set[int] = set()
 
     def rounded(self, value: Value) -> bool:
-        if value.traits.rounded is None:
+        if value.traits.rounded_to is None:
             return False
         return value.number in self._rounded or (value.low and not self._at_hand(value))
 

@@ -30,8 +30,8 @@ class Reading(NamedTuple):
 
     low: frozenset[int]  # by readers that need their 16 bits
     wide: frozenset[int]  # by readers that would take them in float32
-    inside: frozenset[int] = frozenset()  # rounded, by programs that run apart
-    adds: frozenset[int] = frozenset()  # by readers in float32 that add them up
+    pinned: frozenset[int] = frozenset()  # rounded, by programs that run apart
+    added_up: frozenset[int] = frozenset()  # by readers in float32 that add them up
 
 
 def taken(action: Action) -> Values:
@@ -122,15 +122,15 @@ class Readers:
         }
         # What programs that run apart, as those of loops and branches, read in 16 bits,
         # moved, scaled or masked: what they make of it is compared with it, or cancels.
-        self.inside = {plan.results[place].number for place in results.inside}
+        self.pinned = {plan.results[place].number for place in results.pinned}
         # What is added up in float32, maybe after it was multiplied, in any dtype.
-        self.adds = {plan.results[place].number for place in results.adds}
+        self.added_up = {plan.results[place].number for place in results.added_up}
         # Elementwise actions whose results only readers in float32 have.
         self.unrounded: set[Action] = set()
         self.kind = cache(kind_of)
         self._of = of
         # What is split, as it is or moved.
-        self._parted: set[int] = set()
+        self._split: set[int] = set()
         self._counts: Counter[int] = Counter()
         self.plan = _live(plan)
         for action in reversed(self.plan.actions):
@@ -143,7 +143,7 @@ class Readers:
         return Reading(
             *(
                 frozenset(place for place, number in places if number in found)
-                for found in (self.low, self.wide, self.inside, self.adds)
+                for found in (self.low, self.wide, self.pinned, self.added_up)
             )
         )
 
@@ -177,10 +177,10 @@ class Readers:
         # Where branches meet in float32, they need not round what they give.
         met = {p for p, v in enumerate(action.results) if v.dtype == FLOAT32}
         # Nothing keeps cotangents; those that are rounded inside are in 16 bits.
-        cotangents = read.wide - read.inside if action.context.transposed else set()
-        met |= cotangents | (read.adds - read.low)
+        cotangents = read.wide - read.pinned if action.context.transposed else set()
+        met |= cotangents | (read.added_up - read.low)
         wide = frozenset(p for p in met if p >= apart.results)
-        results = Reading(places - wide, wide, read.inside & wide, wide)
+        results = Reading(places - wide, wide, read.pinned & wide, wide)
         # A branch that runs as traced takes what it was traced for.
         if not all(plan.changed for plan in action.plans):
             return results, frozenset()
@@ -193,7 +193,7 @@ class Readers:
         wide_inputs = {
             place
             for found in inputs
-            for place in found.adds.intersection(kept)
+            for place in found.added_up.intersection(kept)
             | (found.wide - found.low).intersection(cheap)
         }
         return results, frozenset(place + apart.skipped for place in wide_inputs)
@@ -212,7 +212,7 @@ class Readers:
         wide = {n for p, n in numbers.items() if action.operands[p].low}
         self._widen(wide, _names(action))
         first = apart.skipped + apart.inputs
-        self.adds |= wide & {n for p, n in numbers.items() if p >= first}
+        self.added_up |= wide & {n for p, n in numbers.items() if p >= first}
         return wide
 
     def _widen(self, numbers: Iterable[int], names: Iterable[str]) -> None:
@@ -240,7 +240,7 @@ class Readers:
 
     def _add_up(self, action: Action) -> None:
         """Follows what is added up in float32 to what it is made of."""
-        adds = any(value.number in self.adds for value in action.results)
+        adds = any(value.number in self.added_up for value in action.results)
         if isinstance(action, Float32Call):
             adds = _sums(action.eqns)
         elif isinstance(action, Cast):
@@ -248,17 +248,17 @@ class Readers:
         elif isinstance(action, Bind | Structural):
             adds = (adds or _sums([action.eqn])) and self.kind(action) is not None
         if adds:
-            self.adds.update(value.number for value in action.operands)
+            self.added_up.update(value.number for value in action.operands)
 
-    def _adds_for_parts(self, kind: Kind, made: set[int], lows: set[int]) -> bool:
+    def _is_split_sum(self, kind: Kind, made: set[int], lows: set[int]) -> bool:
         """Whether a sum is split for its readers.
 
         What it adds would be kept for the backward pass of each part.
         """
-        if made.isdisjoint(self._parted) and (not kind.moves or len(made) == 1):
+        if made.isdisjoint(self._split) and (not kind.moves or len(made) == 1):
             return False
         if kind.moves or kind.scales:
-            self._parted |= lows
+            self._split |= lows
             return False
         return kind.linear
 
@@ -270,8 +270,8 @@ class Readers:
             return
         made = {value.number for value in action.results}
         same = found.exact or found.moves or found.masks
-        if same and made & self.inside:
-            self.inside |= lows
+        if same and made & self.pinned:
+            self.pinned |= lows
             self.low |= lows
         if found.compares and len(lows) == 1:
             # It takes whichever there is.
@@ -283,7 +283,7 @@ class Readers:
             self._widen(lows, chain.from_iterable(self.wide.get(n, ()) for n in made))
             return
         names = self._add_operands(action, lows)
-        rounds = found.low and not found.orders
+        rounds = found.gives_low and not found.orders
         if found.compares or (rounds and (not found.exact or made & self.wide.keys())):
             self._widen(lows, names)
 
@@ -291,9 +291,9 @@ class Readers:
         self, action: Bind | Structural, kind: Kind, made: set[int], lows: set[int]
     ) -> bool:
         """Whether an equation makes 16 bits that only readers in float32 have."""
-        alone = not made & self.low and not self._adds_for_parts(kind, made, lows)
+        alone = not made & self.low and not self._is_split_sum(kind, made, lows)
         alone |= any(value.traits.probability for value in action.results)
-        rounds = kind.low and not kind.orders
+        rounds = kind.gives_low and not kind.orders
         return rounds and alone and bool(made & self.wide.keys())
 
     def _add_operands(self, action: Bind | Structural, lows: set[int]) -> Sequence[str]:
@@ -312,7 +312,7 @@ class Readers:
         self.low |= rounded
         extreme = action.eqn.primitive.name in _primitives.EXTREMES
         if extreme or isinstance(action, Structural):
-            self.inside |= rounded
+            self.pinned |= rounded
         return _names(action)
 
     def _add_call(self, action: Structural, lows: set[int]) -> Sequence[str]:
@@ -328,8 +328,8 @@ class Readers:
             names = () if inside else names
         wide = {numbers[place] for place in inputs.wide}
         self.low |= {numbers[place] for place in inputs.low}
-        self.inside |= {numbers[place] for place in inputs.inside}
-        self.adds |= {numbers[place] for place in inputs.adds}
+        self.pinned |= {numbers[place] for place in inputs.pinned}
+        self.added_up |= {numbers[place] for place in inputs.added_up}
         # What nobody reads inside is handed in as it is.
         self.low |= lows - wide
         return names

@@ -40,7 +40,7 @@ class Rewritten:
         # Why equations run in float32 calls, by the ids of their records.
         self._moved: dict[int, Note] = {}
         # What float32 calls compute that only they read, by number.
-        self._inside: set[int] = set()
+        self._made_in_calls: set[int] = set()
 
     def move(self, action: Run) -> None:
         """Notes that an action runs in a float32 call."""
@@ -49,7 +49,7 @@ class Rewritten:
 
     def view(self, value: Value) -> None:
         """Notes that a float32 call reads a value that it computes itself."""
-        self._inside.add(value.number)
+        self._made_in_calls.add(value.number)
 
     def hold(self, action: Run, plans: Iterable[Plan]) -> None:
         """Notes which programs an action holds by now."""
@@ -68,8 +68,8 @@ class Rewritten:
     ) -> list[Record]:
         """The records, once all is written; of the groups some may not be read."""
         self._note_casts(actions)
-        self._inside.update(_read_inside(groups))
-        read = self._read(actions, results) | self._inside
+        self._made_in_calls.update(_read_in_calls(groups))
+        read = self._read(actions, results) | self._made_in_calls
         bound = (a for a in actions if isinstance(a, Bind | Structural))
         kept = {value.number for action in bound for value in action.results}
         pairs = self._records.items()
@@ -140,7 +140,7 @@ def _casts(action: Action) -> Iterator[Cast]:
                 yield Cast((value,), (wide,), action.caster)
 
 
-def _read_inside(groups: Iterable[Group]) -> Iterator[int]:
+def _read_in_calls(groups: Iterable[Group]) -> Iterator[int]:
     """The numbers of what groups make and read themselves."""
     for group in groups:
         read = {id(var) for eqn in group.eqns for var in eqn.invars}

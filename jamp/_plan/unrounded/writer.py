@@ -128,18 +128,18 @@ class _Writer:
         """A value that is read as it is, with what was prepared for it."""
         value = self._instead.get(value.number, value)
         if value.number in self._prepared:
-            self._keep(self._prepared.pop(value.number))
+            self._put(self._prepared.pop(value.number))
         return value
 
     def _at_hand(self, value: Value) -> bool:
         """Whether the float32 that a 16-bit value was rounded from is to be read."""
         known = value.number in self._wide or value.number in self._exact
-        return known and value.number not in self._readers.inside
+        return known and value.number not in self._readers.pinned
 
     def _float32(self, value: Value) -> Value:
         """The float32 that a 16-bit value was rounded from."""
         if value.number not in self._wide:
-            self._take(self._exact.pop(value.number))
+            self._put_in_call(self._exact.pop(value.number))
         return self._wide[value.number]
 
     def _write(self, action: Action) -> None:
@@ -151,7 +151,7 @@ class _Writer:
         elif isinstance(action, Cast):
             self._cast(action)
         elif isinstance(action, Bind | Structural) and self._runs_wide(action):
-            self._take(action)
+            self._put_in_call(action)
         elif isinstance(action, Structural):
             self._structural(action)
         elif isinstance(action, Bind):
@@ -163,18 +163,24 @@ class _Writer:
         found = self._readers.kind(action)
         if found is not None and found.exact:
             made = [value.number for value in action.results]
-            if not found.low and all(map(self._is_moved, action.read)):
+            if not found.gives_low and all(map(self._is_moved, action.read)):
                 self._moved.update(made)
-            if found.low and any(map(self._at_hand, action.read)):
+            if found.gives_low and any(map(self._at_hand, action.read)):
                 self._exact.update(dict.fromkeys(made, action))
         if found is not None and found.view:
             self._views[action.results[0].number] = action
             self._prepare(action)
         else:
-            self._keep(action)
+            self._put(action)
 
     def _runs_wide(self, action: Bind | Structural) -> bool:
-        """Whether an elementwise action runs in a float32 call from now on."""
+        """Whether an elementwise action runs in a float32 call from now on.
+
+        Of those that give float32 anyway, what starts a call on 16 bits, or makes one
+        larger. Of those that round, what only readers in float32 have, unless more 16
+        bits would be kept for it; and what reads something at hand. None of these where
+        rounded and unrounded elements of one value would meet.
+        """
         found = self._readers.kind(action)
         if found is None:
             return False
@@ -184,7 +190,7 @@ class _Writer:
         if found.compares:
             # Where XLA spares the rounding of one alone, what is equal would differ.
             return all(map(self._at_hand, (value for value in read if value.low)))
-        if not found.low:
+        if not found.gives_low:
             # It computes in float32 anyway. What it adds is not kept beside 16 bits.
             shape = action.results[0].aval.shape
             grows = [self._grows(value) for value in read]
@@ -226,14 +232,14 @@ class _Writer:
         value = self._instead.get(value.number, value)
         return self._cast_of.get(value.number, value)
 
-    def _taken(self, value: Value) -> Value:
+    def _input_of_call(self, value: Value) -> Value:
         """What a float32 call takes for a value; 16 bits it casts itself."""
         entering = self._entering(value)
         if self._at_hand(entering):
             return self._float32(entering)
         return entering if self._is_view(entering) else self._make(entering)
 
-    def _take(self, action: Bind | Structural) -> None:
+    def _put_in_call(self, action: Bind | Structural) -> None:
         """Makes an elementwise action a part of a float32 call."""
         self._probabilities.look_inside(action)
         pairs = zip(action.eqn.invars, taken(action), strict=False)
@@ -249,8 +255,8 @@ class _Writer:
                 if value.number in self._readers.low:
                     group.narrowed[wide.number] = Cast((wide,), (value,), action.caster)
             made.append((var, wide))
-        self._add(group, eqns, read, made, shares=found.low)
-        if found.low or found.compares or isinstance(action, Structural):
+        self._add(group, eqns, read, made, shares=found.gives_low)
+        if found.gives_low or found.compares or isinstance(action, Structural):
             self._records.move(action)
 
     def _with_views(
@@ -262,7 +268,7 @@ class _Writer:
         for var, value in pairs:
             if isinstance(var, Literal):
                 continue
-            value = self._taken(value)
+            value = self._input_of_call(value)
             if self._is_view(value):
                 view = self._views[value.number]
                 self._records.view(value)
@@ -299,7 +305,7 @@ class _Writer:
         """Adds a group of equations, in place of those that it joins."""
         rounded, read = self._groups.with_rounded_gradients(group, eqns, read)
         for action in rounded:
-            self._keep(action)
+            self._put(action)
         numbers = [value.number for _, value in read]
         joined = [*self._groups.joined(group, numbers, shares)] if joins else []
         for found in joined:
@@ -343,7 +349,7 @@ class _Writer:
         if apart is None:
             plans = [self._variants.plan(plan) for plan in action.plans]
             self._records.hold(action, plans)
-            self._keep(replace(action, plans=plans))
+            self._put(replace(action, plans=plans))
             return
         results, places = self._readers.of_apart(action, apart)
         wide = {p for p in places if self._at_hand(action.operands[p])}
@@ -374,9 +380,9 @@ class _Writer:
         ]
         self._records.hold(action, plans)
         self._records.call(action, operands, made)
-        self._keep(replace(action, plans=plans, operands=operands, results=made))
+        self._put(replace(action, plans=plans, operands=operands, results=made))
 
-    def _keep(self, action: Action) -> None:
+    def _put(self, action: Action) -> None:
         """Writes an action as it is, with what is now read in place of its operands."""
         operands = list(map(self._make, action.operands))
         self._groups.read(value.number for value in operands)
