@@ -25,13 +25,16 @@ from jamp._lowerings.pictures import (
     merged,
     padded,
     rounded,
+    zeros_after,
 )
 from jamp._lowerings.product import multiply_on_cpu
 from jamp._lowerings.releases import KEEPS_BARRIERS, MOVES_BFLOAT16_AS_FLOAT32
 
 # Of more, patches leave the cache before they are read; of fewer, a loop takes longer.
-_MOST_BYTES = 8 * 2**20
+_MOST_BYTES = 4 * 2**20
 _LEAST_BYTES = 2**20
+# Rows of the result for each row that is met beyond these.
+_LEAST_ROWS = 8
 
 
 class Steps(NamedTuple):
@@ -92,35 +95,80 @@ def _folded(lhs: Any, shape: Shape, steps: list[Steps]) -> tuple[Any, list[Steps
 def by_windows(lhs: Any, rhs: Any, shape: Shape, outs: Sequence[int], to: DType) -> Any:
     """Patches of pictures times the weights, so many that they stay in the cache.
 
-    A patch is all that a window meets. At a time it is those of some pictures, or of
-    some rows of one.
+    A patch is all that a window meets, or what one of its rows does: then each row of
+    the pictures is multiplied with all rows of the window, and what belongs together is
+    added up. At a time it is those of some pictures, or of some rows of one.
     """
     (batch, _, *spatial), (out, into, *window), out_spec = shape.dimension_numbers
-    weights = lax.transpose(rhs, (*window, into, out)).reshape(-1, rhs.shape[out])
     windows = [rhs.shape[d] for d in window]
     steps = _steps(lhs, shape, outs, shape.window_strides, windows, shape.rhs_dilation)
-    if weights.shape[0] == rhs.shape[into]:
+    if math.prod(windows) == 1:
+        weights = lax.transpose(rhs, (*window, into, out)).reshape(rhs.shape[into], -1)
         return _of_windows(padded(lhs, shape), weights, shape, steps, to)
-    rows = spatial[0]
-    each = math.prod(outs) * weights.shape[0] * BFLOAT16.itemsize
-    pictures = _part(lhs.shape[batch], each)
-    size = outs[0] if pictures > 1 else _part(outs[0], each // outs[0])
-    if size * each // outs[0] < _LEAST_BYTES:
-        size = outs[0]
+    by_rows = _are_by_rows(rhs, shape, steps[0])
+    first, *rest = window
+    order = (*rest, into, first, out) if by_rows else (*window, into, out)
+    wide = rhs.shape[out] * (windows[0] if by_rows else 1)
+    weights = lax.transpose(rhs, order).reshape(-1, wide)
+    each = _bytes_of_row(weights, outs, by_rows)
+    reach = _extra_rows(steps[0]) if by_rows else 0
+    pictures = _part(lhs.shape[batch], (outs[0] + reach) * each)
+    size = outs[0] if pictures > 1 else _rows_at_once(outs[0], each, reach)
 
     def convolve(some: Any) -> Any:
         low, (first, *others) = _folded(rounded(some), shape, steps)
-        stride = first.stride
-        reach = low.shape[rows] - (outs[0] - size) * stride
-        taken = [first._replace(size=size), *others]
+        reach = low.shape[spatial[0]] - (outs[0] - size) * first.stride
         multiply = partial(
-            _of_windows, weights=weights, shape=shape, steps=taken, to=to
+            _of_rows if by_rows else _of_windows,
+            weights=weights,
+            shape=shape,
+            steps=[first._replace(size=size), *others],
+            to=to,
         )
-        some_rows = outs[0] // size, size * stride, reach
-        return _in_parts(multiply, low, some_rows, rows, out_spec[2])
+        some_rows = outs[0] // size, size * first.stride, reach
+        return _in_parts(multiply, low, some_rows, spatial[0], out_spec[2])
 
     some_pictures = lhs.shape[batch] // pictures, pictures, pictures
     return _in_parts(convolve, lhs, some_pictures, batch, out_spec[0])
+
+
+def _are_by_rows(rhs: Any, shape: Shape, rows: Steps) -> bool:
+    """Whether patches are of a row of the window."""
+    many = _LEAST_ROWS * _extra_rows(rows) <= rows.size
+    plain = rows.stride == 1 and len(rows.features) > 1
+    return plain and many and _writes_less_by_rows(rhs, shape)
+
+
+def _writes_less_by_rows(rhs: Any, shape: Shape) -> bool:
+    """Whether smaller patches spare more than products in float32 add."""
+    out, into, first, *others = shape.dimension_numbers.rhs_spec
+    count, patch = rhs.shape[first], math.prod(rhs.shape[d] for d in (into, *others))
+    # Slices are written, read and written as patches; products are written and read.
+    spared = (count - 1) * patch * 3 * BFLOAT16.itemsize
+    added = count * rhs.shape[out] * 2 * FLOAT32.itemsize
+    return bool(added <= spared)
+
+
+def _extra_rows(rows: Steps) -> int:
+    """How many rows of the pictures are met beyond one for each of the result."""
+    return (len(rows.features) - 1) * rows.dilation
+
+
+def _bytes_of_row(weights: Any, outs: Sequence[int], by_rows: bool) -> int:
+    """What is written for a row of the result: patches, and products to add up."""
+    patch, features = weights.shape
+    each: int = patch * BFLOAT16.itemsize + features * FLOAT32.itemsize * by_rows
+    return math.prod(outs[1:]) * each
+
+
+def _rows_at_once(rows: int, each: int, reach: int) -> int:
+    """How many rows of so many bytes to take at a time, which meet some more."""
+    size = _part(rows, each)
+    if size * each < _LEAST_BYTES:
+        return rows
+    return next(
+        n for n in range(max(size, _LEAST_ROWS * reach), rows + 1) if rows % n == 0
+    )
 
 
 def _part(count: int, each: int) -> int:
@@ -141,10 +189,18 @@ def _in_parts(
     if count == 1:
         return fn(array)
 
-    def of_part(start: Any) -> Any:
-        return as_bits(fn(lax.dynamic_slice_in_dim(array, start, size, axis)))
+    def of_part(array: Any, part: Any) -> Any:
+        some = lax.dynamic_slice_in_dim(array, part * step, size, axis)
+        return as_bits(fn(some))
 
-    results = lax.map(of_part, jnp.arange(0, count * step, step))
+    one = jax.eval_shape(of_part, array, 0)
+    array, zeros = zeros_after(array, (count, *one.shape), one.dtype)
+
+    def write(part: Any, results: Any) -> Any:
+        result = of_part(array, part)
+        return lax.dynamic_update_index_in_dim(results, result, part, 0)
+
+    results = lax.fori_loop(0, count, write, zeros)
     return from_bits(merged(results, (out_axis,)))
 
 
@@ -165,6 +221,25 @@ def _of_windows(
     return arranged(result, order, out_spec)
 
 
+def _of_rows(
+    lhs: Any, weights: Any, shape: Shape, steps: Sequence[Steps], to: DType
+) -> Any:
+    """The same of patches of a row of the window, times the weights of all its rows."""
+    rows, *others = steps
+    count = len(rows.features)
+    met = rows._replace(size=lhs.shape[rows.dim], features=rows.features[:1])
+    result = _of_windows(lhs, weights, shape, [met, *others], FLOAT32)
+    _, feature, along, *_ = shape.dimension_numbers.out_spec
+    each = result.shape[feature] // count
+
+    def of_row(at: int) -> Any:
+        some = lax.slice_in_dim(result, at * each, (at + 1) * each, axis=feature)
+        start = at * rows.dilation
+        return lax.slice_in_dim(some, start, start + rows.size, axis=along)
+
+    return lax.convert_element_type(sum(map(of_row, range(1, count)), of_row(0)), to)
+
+
 def by_places(lhs: Any, rhs: Any, shape: Shape, outs: Sequence[int], to: DType) -> Any:
     """What meets the window at each place of the result, times the weights.
 
@@ -183,6 +258,7 @@ def by_places(lhs: Any, rhs: Any, shape: Shape, outs: Sequence[int], to: DType) 
         return multiply(rounded(lhs), rhs, to)
     first = jax.eval_shape(partial(multiply, to=FLOAT32), lhs, rhs)
     rhs = as_bits(rhs)
+    rhs, zeros = zeros_after(rhs, first.shape, FLOAT32)
 
     def add(total: Any, start: Any) -> tuple[Any, None]:
         some, weights = (
@@ -192,7 +268,7 @@ def by_places(lhs: Any, rhs: Any, shape: Shape, outs: Sequence[int], to: DType) 
         return total + multiply(rounded(some), from_bits(weights), FLOAT32), None
 
     starts = jnp.arange(0, pictures, part)
-    total, _ = lax.scan(add, jnp.zeros(first.shape, FLOAT32), starts)
+    total, _ = lax.scan(add, zeros, starts)
     return lax.convert_element_type(total, to)
 
 

@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jamp._dtypes import BFLOAT16
-from jamp._lowerings.releases import MOVES_BFLOAT16_AS_FLOAT32
+from jamp._dtypes import BFLOAT16, DType
+from jamp._lowerings.releases import KEEPS_BARRIERS, MOVES_BFLOAT16_AS_FLOAT32
 
 
 class Shape(NamedTuple):
@@ -48,6 +49,23 @@ def rounded(array: Any) -> Any:
     if array.dtype == jnp.uint16:
         return array
     return as_bits(lax.convert_element_type(array, BFLOAT16))
+
+
+def zeros_after(array: Any, shape: Sequence[int], dtype: DType) -> tuple[Any, Any]:
+    """An array, and zeros that XLA writes when the array is there.
+
+    What waits for nothing it would write before it runs anything else, and keep.
+    """
+    if KEEPS_BARRIERS:
+        array, zero = lax.optimization_barrier((array, np.zeros((), dtype)))
+    else:
+        # XLA does not know that nothing is left of these bits.
+        first = lax.slice(array, [0] * array.ndim, [1] * array.ndim).reshape(())
+        kind = jnp.dtype(f"uint{8 * array.dtype.itemsize}")
+        bits = lax.bitcast_convert_type(first, kind)
+        width = np.asarray(8 * array.dtype.itemsize, kind)
+        zero = lax.shift_right_logical(bits, width).astype(dtype)
+    return array, lax.broadcast(zero, shape)
 
 
 def arranged(result: Any, places: Sequence[int], out_spec: Sequence[int]) -> Any:
