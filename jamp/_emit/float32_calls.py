@@ -27,6 +27,7 @@ from jamp._emit.conversions import widened_bits, widened_for, with_rounded_gradi
 from jamp._emit.emitter import Arrays, Emitter, emits
 from jamp._equations import bind, checkpointed, content, nested, read_by, values_of
 from jamp._lowerings.hook import with_own_primitive
+from jamp._lowerings.recomputed import recomputed
 from jamp._plan.plan import Float32Call
 
 
@@ -175,8 +176,8 @@ def _recomputing(
 
     An associative scan is not, on GPUs: it is kept as float32 keeps it.
 
-    Barriers keep XLA from sharing it with the forward pass, and from fusing it with
-    what is around. On GPUs, unlike CPUs, it computes cheap functions again without.
+    Barriers keep XLA from sharing it with the forward pass. On GPUs it computes cheap
+    functions again without, and of others the barriers are before the 16 bits alone.
     """
     eqns = [*nested(action.eqns)]
     names = {eqn.primitive.name for eqn in eqns}
@@ -184,9 +185,11 @@ def _recomputing(
     saved = _saved(action.eqns, action.outvars)
     saves = any(_saves_few(eqn, saved) for eqn in eqns)
     round_gradient = costly and names.isdisjoint(_primitives.REDUCTIONS)
-    barred = costly or action.device_type == "cpu"
+    on_cpu = action.device_type == "cpu"
+    barred = costly and not on_cpu
 
     def widened(array: Any, wide: Any) -> Any:
+        array = recomputed(array) if barred else array
         if wide is not None:
             return widened_for(saves, array, wide)
         if saves:
@@ -203,10 +206,10 @@ def _recomputing(
         )
 
     pads = sum(eqn.primitive.name == "pad" for eqn in eqns)
-    if pads > _FEW_PADS and action.device_type != "cpu":
+    if pads > _FEW_PADS and not on_cpu:
         return widen_and_run
     policy = partial(_saves, saved)
-    return checkpointed(widen_and_run, policy=policy, prevent_cse=barred)
+    return checkpointed(widen_and_run, policy=policy, prevent_cse=on_cpu)
 
 
 @jax.custom_jvp

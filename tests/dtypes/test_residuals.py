@@ -359,3 +359,29 @@ def test_a_norm_that_is_kept_is_of_the_16_bits_that_are_kept(device):
 
     gradient = jax.jit(jax.grad(jamp.autocast(squares, device_type=device)))(w)
     np.testing.assert_allclose(gradient, 0, atol=1e-5)
+
+
+def cross_entropy(x, w):
+    labels = jax.nn.one_hot(jnp.arange(32) % 16, 16)
+    return -jnp.mean(jnp.sum(labels * jax.nn.log_softmax(x @ w), -1))
+
+
+def test_on_gpus_barriers_stand_before_16_bits_alone():
+    """Before gradients and labels, XLA would write out what it computes of them."""
+    x, w = jnp.ones((32, 8)), jnp.ones((8, 16))
+    loss = jamp.autocast(cross_entropy, device_type="gpu")
+    text = jax.jit(jax.grad(loss)).lower(x, w).as_text()
+    barred = re.findall(r"optimization_barrier .* : (.*)", text)
+    assert barred == ["tensor<32x16xf16>"]
+
+
+@pytest.mark.parametrize("device_type", ["gpu", "cpu"])
+def test_what_is_computed_again_can_be_transposed(device_type):
+    def energy(x, y):
+        return jnp.sum((x @ jnp.eye(4)) ** 2 * jax.nn.sigmoid(y @ jnp.eye(4)))
+
+    x = jnp.arange(8.0).reshape(2, 4) / 8
+    y = jnp.ones_like(x)
+    gradient = jax.grad(jamp.autocast(energy, device_type=device_type))
+    (found,) = jax.linear_transpose(lambda x: gradient(x, y), x)(x)
+    np.testing.assert_allclose(found, gradient(x, y), rtol=1e-2)
