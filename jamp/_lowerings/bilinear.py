@@ -21,6 +21,7 @@ from jamp._dtypes import FLOAT32, in_dtype
 from jamp._equations import evaluated
 from jamp._lowerings.late_casts import lower_with_weights
 from jamp._lowerings.own_primitives import Operation, like, register
+from jamp._lowerings.reversed_weights import lower_reversed
 from jamp._lowerings.unrounded_operands import lower_unrounded
 
 _batchers = batching.fancy_primitive_batchers
@@ -121,7 +122,7 @@ def define(
     of_any, product = (like(of_jax, abstract_eval) for _ in range(2))
     on_cpus = (partial(run_on_cpu, whole) for whole in (False, True))
     register(of_any, partial(_run, of_jax), *on_cpus)
-    lower = partial(lower_unrounded, of_any, is_in_float32)
+    lower = partial(lower_reversed, partial(lower_unrounded, of_any, is_in_float32))
     mlir.register_lowering(product, lower, cacheable=False)
     define_rules(product, product)
     of_weights, differentiated = (like(of_jax, abstract_eval) for _ in range(2))

@@ -10,6 +10,7 @@ from convolutions import CONVOLUTIONS, IN_PARTS, NHWC, example
 from jax import lax
 from products import assert_equal_derivatives, cast
 
+import jamp
 from jamp._dtypes import BFLOAT16, FLOAT32
 from jamp._lowerings import convolution, patches
 
@@ -220,3 +221,34 @@ def test_what_parts_are_written_to_is_not_there_when_the_program_begins():
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert memory(cast(network)) < 1.5 * memory(network)
+
+
+def convolved_twice(w, x):
+    options = dict(
+        window_strides=(2, 2),
+        padding="SAME",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )
+    x = jax.nn.relu(lax.conv_general_dilated(x, w, **options))
+    return jnp.sum(lax.conv_general_dilated(x, w, **options).astype(jnp.float32))
+
+
+def transposed(w, x):
+    return lax.conv_transpose(x, w, (2, 2), "SAME", transpose_kernel=True)
+
+
+@pytest.mark.parametrize("fn", [jax.grad(convolved_twice, 1), transposed])
+def test_on_a_gpu_weights_are_cast_before_they_are_reversed(fn):
+    """XLA takes cuDNN's gradient if a window is reversed right before it is read."""
+    w, x = jnp.ones((3, 3, 8, 8)), jnp.ones((2, 8, 8, 8))
+    traced = jax.jit(jamp.autocast(fn, device_type="gpu")).trace(w, x)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    made = dict(re.findall(r"(%\w+) = (.*)", text))
+    weights = re.findall(
+        r"stablehlo.convolution\(%\w+, (%\w+)\).*lhs_dilate = \[2, 2\]", text
+    )
+    assert weights
+    for name in weights:
+        while "stablehlo.transpose" in made[name]:
+            name = re.search(r"%\w+", made[name])[0]
+        assert re.search("stablehlo.reverse.*f16>", made[name])
