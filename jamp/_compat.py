@@ -40,6 +40,12 @@ from jax._src.checkify import nan_error_check as nan_error_check
 # depends on and that jax.jit itself keys its caches on.
 from jax._src.config import trace_context as trace_context
 
+# Nothing public gives the axes of a `jax.vmap` their names again.
+from jax._src.core import extend_axis_env_nd as extend_axis_env_nd
+
+# Nor does it tell which axes have names.
+from jax._src.core import get_axis_env as get_axis_env
+
 # Nothing public tells which trace is at hand, and around which others it is.
 from jax._src.core import trace_ctx as _trace_ctx
 
@@ -99,10 +105,7 @@ def under_trace(arrays: Iterable[Any]) -> bool:
 
 
 def becomes_a_program() -> bool:
-    """Whether what is computed at this moment is traced to a program, to run later.
-
-    It is not in an eager `jax.grad` or `jax.vmap`, which run what they trace.
-    """
+    """Whether what is computed now is traced to run later, unlike in an eager grad."""
     trace: Any = _trace_ctx.trace
     while trace is not None and not isinstance(trace, _DynamicJaxprTrace):
         trace = getattr(trace, "parent_trace", None)
@@ -264,7 +267,7 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     """How many constants and how many carried values a scan equation takes."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
-    # JAX 0.12 describes its operands as a tree of constants, carry and slices.
+    # JAX 0.12 has a tree of constants, carry and slices.
     consts, carry, _ = params["ft_in"].unpack()
     return len(consts), len(carry)
 
@@ -284,8 +287,7 @@ def checkpoint(function: Callable[..., Any], **options: Any) -> Callable[..., An
 
 def inlined(fn: Any) -> bool:
     """Whether a function is jitted with `inline=True`."""
-    # No public attribute of a jitted function tells how it was jitted. What is inlined
-    # leaves no frame of the function in the equations that it emits.
+    # No public attribute tells. What is inlined leaves no frame in what it emits.
     info = getattr(fn, "_jit_info", None)
     # JAX 0.12 has an enumeration where 0.10 has a bool.
     inline = getattr(info, "inline", False)
@@ -324,7 +326,9 @@ _BIND = "bind_with_trace"
 
 
 @contextmanager
-def rules_in_own_frames(knows: Callable[[], bool]) -> Iterator[None]:
+def around_rules(
+    knows: Callable[[], bool], keep: Callable[[Any], Any]
+) -> Iterator[None]:
     """While a program is traced, what derivative rules emit has frames of its own.
 
     JAX runs a rule for an equation: a backward rule always does, and every rule of what
@@ -332,22 +336,26 @@ def rules_in_own_frames(knows: Callable[[], bool]) -> Iterator[None]:
 
     Args:
       knows: whether the thread that calls it traces such a program.
+      keep: what a rule is to be, wherever JAX runs it.
     """
     with ExitStack() as stack:
         for primitive in (custom_jvp_call_p, custom_vjp_call_p):
-            make = functools.partial(_framing, knows)
+            make = functools.partial(_framing, knows, keep)
             stack.enter_context(_standing_in(type(primitive), _BIND, make))
         yield
 
 
-def _framing(knows: Callable[[], bool], bind: Any) -> Any:
+def _framing(knows: Callable[[], bool], keep: Callable[[Any], Any], bind: Any) -> Any:
     def framing(
         primitive: Any, trace: Any, args: Any, avals: Any, params: dict[str, Any]
     ) -> Any:
-        # A program keeps rules as they are, until it is run itself.
-        if knows() and not isinstance(trace, _DynamicJaxprTrace):
+        if knows():
             function, *rules = params["subfuns"]
-            params = {**params, "subfuns": (function, *map(_framed, rules))}
+            rules = [*map(keep, rules)]
+            # A program keeps the frames of rules, until it is run itself.
+            if not isinstance(trace, _DynamicJaxprTrace):
+                rules = [*map(_framed, rules)]
+            params = {**params, "subfuns": (function, *rules)}
         return bind(primitive, trace, args, avals, params)
 
     return framing

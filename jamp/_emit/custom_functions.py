@@ -36,6 +36,7 @@ from jamp._tracing.derivative_rules import (
     zero_results,
 )
 from jamp._tracing.locations import frame_key, location
+from jamp._tracing.named_axes import in_axes_of_now
 from jamp._tracing.regions import Scope
 from jamp._tracing.trace import outlived
 
@@ -66,7 +67,7 @@ def emit_custom_jvp(emitter: Emitter, action: Structural, arrays: Arrays) -> Arr
     # The rule of a primitive that expands into others takes symbolic zeros.
     symbolic = eqn.params.get("symbolic_zeros", True)
     function = jax.custom_jvp(_primal(current, action))
-    function.defjvp(rule, symbolic_zeros=symbolic)
+    function.defjvp(in_axes_of_now(rule), symbolic_zeros=symbolic)
     return list(function(*arrays))
 
 
@@ -127,7 +128,7 @@ def emit_custom_vjp(emitter: Emitter, action: Structural, arrays: Arrays) -> Arr
 
     function: Any = jax.custom_vjp(_primal(current, action))
     define = function.defvjp_with_logs if LOGS else function.defvjp
-    define(fwd, bwd, symbolic_zeros=symbolic)
+    define(*map(in_axes_of_now, (fwd, bwd)), symbolic_zeros=symbolic)
     return list(function(*arrays))
 
 

@@ -15,12 +15,13 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes
-from jamp._compat import frames, own_frames, rules_in_own_frames
+from jamp._compat import around_rules, frames, own_frames
 from jamp._equations import replaced
 from jamp._policy.functions import code_of
 from jamp._tracing.asked_dtypes import seeing_casts
 from jamp._tracing.checkpoints import as_checkpoint
 from jamp._tracing.locations import is_users
+from jamp._tracing.named_axes import in_axes_of_now
 from jamp._tracing.options import Options, options_in_force, tracing
 
 # Rounds nothing: these are the bits of float64. JAX itself rounds to float32's.
@@ -35,7 +36,7 @@ def make_jaxpr(fn: Callable[..., Any], options: Options) -> Callable[..., Any]:
         with (
             tracing(options),
             seeing_casts(_marked),
-            rules_in_own_frames(_is_tracing),
+            around_rules(_is_tracing, in_axes_of_now),
             own_frames(),
         ):
             program = jax.make_jaxpr(fn)(*args, **kwargs)
