@@ -128,22 +128,30 @@ def replaced(
     if not any(map(wanted, equations(program))):
         known[id(program)] = program
         return program
+    if isinstance(program, Jaxpr):
+        eqns = [replaced_in(eqn, wanted, change, known) for eqn in program.eqns]
+        parts = {"eqns": eqns}
+    else:
+        parts = {"jaxpr": replaced(program.jaxpr, wanted, change, known)}
+    known[id(program)] = program.replace(**parts)
+    return known[id(program)]
+
+
+def replaced_in(
+    eqn: JaxprEqn,
+    wanted: Callable[[JaxprEqn], bool],
+    change: Callable[[JaxprEqn], Any],
+    known: dict[int, Any],
+) -> Any:
+    """An equation, changed if it is wanted, and so are those that it holds."""
 
     def inside(value: Any) -> Any:
         if not programs_of(value):
             return value
         return jax.tree.map(lambda inner: replaced(inner, wanted, change, known), value)
 
-    def changed(eqn: JaxprEqn) -> Any:
-        eqn = change(eqn) if wanted(eqn) else eqn
-        return eqn.replace(params={n: inside(value) for n, value in eqn.params.items()})
-
-    if isinstance(program, Jaxpr):
-        parts = {"eqns": list(map(changed, program.eqns))}
-    else:
-        parts = {"jaxpr": replaced(program.jaxpr, wanted, change, known)}
-    known[id(program)] = program.replace(**parts)
-    return known[id(program)]
+    eqn = change(eqn) if wanted(eqn) else eqn
+    return eqn.replace(params={n: inside(value) for n, value in eqn.params.items()})
 
 
 def programs_of(value: Any) -> list[Any]:

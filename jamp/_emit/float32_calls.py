@@ -27,6 +27,7 @@ from jamp._emit.conversions import widened_bits, widened_for, with_rounded_gradi
 from jamp._emit.emitter import Arrays, Emitter, emits
 from jamp._equations import bind, checkpointed, content, nested, read_by, values_of
 from jamp._lowerings.hook import with_own_primitive
+from jamp._lowerings.picks import with_compared_indices
 from jamp._lowerings.recomputed import recomputed
 from jamp._plan.plan import Float32Call
 
@@ -59,6 +60,8 @@ def _run(action: Float32Call, *arrays: Any) -> list[Any]:
     for eqn in action.eqns:
         operands = values_of(eqn.invars, env)
         with user_context(eqn.source_info.traceback, name_stack=names), settings(eqn):
+            if action.device_type != "cpu":
+                eqn = with_compared_indices(eqn)
             made = bind(with_own_primitive(eqn), operands)
             env.update(zip(eqn.outvars, made, strict=True))
             for var in filter(dtypes.__contains__, eqn.outvars):

@@ -1,0 +1,77 @@
+"""One element of each row, as the logit of a label, and its gradient on GPUs.
+
+JAX scatters the gradient into zeros: XLA writes as many as there are logits, and reads
+them again. Where indices are compared instead, it computes that where it is read.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn
+from jax.interpreters import ad
+
+from jamp._equations import holds_any, replaced_in
+from jamp._lowerings.own_primitives import like, register, with_rules_of_jax
+
+_gather_p = like(lax.gather_p)
+register(_gather_p, lax.gather_p.bind)
+with_rules_of_jax({lax.gather_p: _gather_p})
+
+
+def with_compared_indices(eqn: JaxprEqn) -> Any:
+    """An equation in which what picks elements has a gradient without a scatter."""
+    if not holds_any([eqn], {lax.gather_p.name}):
+        return eqn
+    return replaced_in(
+        eqn,
+        lambda inner: inner.primitive is lax.gather_p,
+        lambda inner: inner.replace(primitive=_gather_p),
+        {},
+    )
+
+
+def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
+    operand, indices = primals
+    result, tangent = _gather_p.bind(operand, indices, **params), tangents[0]
+    if isinstance(tangent, ad.Zero):
+        return result, ad.Zero(jax.typeof(result).to_tangent_aval())
+    axis = _axis_of_picks(operand.shape, indices.shape, params)
+    # JAX would have to be told how an iota is spread over devices.
+    if axis is None or jax.typeof(operand).sharding.mesh.explicit_axes:
+        return result, lax.gather_p.bind(tangent, indices, **params)
+    return result, _picked(tangent, indices, axis, params).reshape(result.shape)
+
+
+def _axis_of_picks(
+    shape: tuple[int, ...], indices: tuple[int, ...], params: dict[str, Any]
+) -> int | None:
+    """Along which dimension one element of each row is picked; None otherwise."""
+    numbers, rank = params["dimension_numbers"], len(shape)
+    if len(numbers.start_index_map) != 1 or {*params["slice_sizes"]} != {1}:
+        return None
+    axis = int(numbers.start_index_map[0])
+    rows = [d for d in range(rank) if d != axis]
+    in_order = (
+        [*numbers.operand_batching_dims] == rows
+        and [*numbers.start_indices_batching_dims] == [*range(rank - 1)]
+        and {*indices[rank - 1 :]} == {1}
+    )
+    return axis if in_order else None
+
+
+def _picked(array: Any, indices: Any, axis: int, params: dict[str, Any]) -> Any:
+    """The elements at indices, added up with zeros for all others."""
+    size = array.shape[axis]
+    if params["mode"] == lax.GatherScatterMode.CLIP:
+        indices = jnp.clip(indices, 0, size - 1)
+    if indices.dtype.itemsize < jnp.int32.dtype.itemsize:
+        indices = indices.astype(jnp.int32)
+    rows = array.shape[:axis] + array.shape[axis + 1 :]
+    chosen = jnp.expand_dims(indices.reshape(rows), axis)
+    places = lax.broadcasted_iota(indices.dtype, array.shape, axis)
+    return jnp.sum(jnp.where(places == chosen, array, 0), axis)
+
+
+ad.primitive_jvps[_gather_p] = _jvp

@@ -1,0 +1,105 @@
+"""One element of each row, as the logit of a label, and its gradient on GPUs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jaxprs import equations, traced
+
+import jamp
+
+LABELS = np.array([3, 0, 5, 3])
+
+
+def taken(x, labels):
+    return jnp.take_along_axis(x, labels[:, None], -1)[:, 0]
+
+
+def taken_from_columns(x, labels):
+    return jnp.take_along_axis(x.T, labels[None], 0)[0]
+
+
+def taken_in_several_dimensions(x, labels):
+    x, labels = x.reshape(2, 2, 1, 6), labels.reshape(2, 2, 1, 1)
+    return jnp.take_along_axis(x, labels, -1).reshape(-1)
+
+
+PICKS = {
+    "along an axis": taken,
+    "along the first axis": taken_from_columns,
+    "in several dimensions": taken_in_several_dimensions,
+    "vmapped": jax.vmap(lambda row, label: row[label]),
+    "in a jit": jax.jit(taken),
+    "of few bits": lambda x, labels: taken(x, labels.astype(jnp.int8)),
+    "from the end": lambda x, labels: taken(x, labels - 6),
+    "some out of range": lambda x, labels: jnp.nan_to_num(taken(x, labels + 2)),
+    "clipped": lambda x, labels: jnp.take_along_axis(
+        x, labels[:, None] + 2, -1, mode="clip"
+    )[:, 0],
+    "two of a row": lambda x, labels: jnp.take_along_axis(
+        x, jnp.stack([labels, labels[::-1]], -1), -1
+    ).sum(-1),
+    "by two indices": lambda x, labels: x[jnp.arange(4), labels],
+    "of rows": lambda x, labels: x[labels % 4].sum(-1),
+}
+
+
+def loss_of(pick):
+    """A loss that runs in float32, from the 16 bits of a product."""
+
+    def loss(x, w):
+        return jnp.sum(pick(jax.nn.log_softmax(x @ w), LABELS) * jnp.arange(1.0, 5.0))
+
+    return loss
+
+
+@pytest.mark.parametrize("name", PICKS)
+def test_gradients_are_those_of_jax(name):
+    rng = np.random.default_rng(0)
+    x, w = (np.float32(rng.integers(-2, 3, shape)) for shape in ((4, 3), (3, 6)))
+    loss = loss_of(PICKS[name])
+    fn = jamp.autocast(loss, device_type="gpu")
+    # The products are exact, and what is rounded is their gradient alone.
+    np.testing.assert_allclose(fn(x, w), loss(x, w), rtol=1e-6)
+    for found, wanted in zip(
+        jax.grad(fn, (0, 1))(x, w), jax.grad(loss, (0, 1))(x, w), strict=True
+    ):
+        np.testing.assert_allclose(found, wanted, rtol=2e-3, atol=2e-3)
+    stacked = jnp.stack([x, x + 1])
+    np.testing.assert_allclose(
+        jax.vmap(jax.grad(fn), (0, None))(stacked, w),
+        jax.vmap(jax.grad(loss), (0, None))(stacked, w),
+        rtol=2e-3,
+        atol=2e-3,
+    )
+
+
+def test_gradients_hold_in_both_modes_to_second_order():
+    x = jnp.float32(np.random.default_rng(0).standard_normal((4, 6)))
+
+    def curved(x):
+        logits = x.astype(jnp.float16).astype(jnp.float32)
+        return jnp.sum(taken(jax.nn.log_softmax(logits), LABELS) ** 2)
+
+    fn = jamp.autocast(curved, device_type="gpu")
+    tangent = x[::-1]
+    for transform in (jax.grad, jax.jacfwd, lambda f: jax.jacfwd(jax.grad(f))):
+        np.testing.assert_allclose(
+            transform(fn)(x), transform(curved)(x), rtol=2e-3, atol=2e-3
+        )
+    _, along = jax.jvp(fn, (x,), (tangent,))
+    np.testing.assert_allclose(along, jnp.vdot(jax.grad(fn)(x), tangent), rtol=2e-3)
+
+
+def test_the_loss_of_labels_needs_no_scatter_on_a_gpu():
+    x, w = jnp.ones((4, 3)), jnp.ones((3, 6))
+
+    def loss(x, w):
+        losses = optax.softmax_cross_entropy_with_integer_labels(x @ w, LABELS)
+        return losses.mean()
+
+    gradient = jax.grad(jamp.autocast(loss, device_type="gpu"))
+    made = equations(traced(gradient, x, w))
+    scattered = [e.outvars[0].aval.shape for e in made if "scatter" in e.primitive.name]
+    assert (4, 6) not in scattered
