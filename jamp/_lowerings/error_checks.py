@@ -12,9 +12,13 @@ from jamp._equations import closed
 
 
 def check_like(of_jax: Primitive, primitive: Primitive) -> None:
-    """Has a primitive checked for NaN if one of JAX's is, for which it stands."""
-    if of_jax in error_checks:
-        error_checks[primitive] = partial(nan_error_check, primitive)
+    """Has a primitive checked as the one of JAX's is for which it stands."""
+    check: Any = error_checks.get(of_jax)
+    if check is not None:
+        # That for NaN binds the primitive; others, as for indices, bind JAX's.
+        for_nan = getattr(check, "func", None) is nan_error_check
+        own = partial(nan_error_check, primitive) if for_nan else check
+        error_checks[primitive] = own
 
 
 def _check_of_checkpoint(*taken: Any, jaxpr: Any, **params: Any) -> Any:

@@ -12,7 +12,8 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.interpreters import ad
 
-from jamp._equations import holds_any, replaced_in
+from jamp._dtypes import shape_of
+from jamp._equations import nested, replaced_in
 from jamp._lowerings.own_primitives import like, register, with_rules_of_jax
 
 _gather_p = like(lax.gather_p)
@@ -22,14 +23,16 @@ with_rules_of_jax({lax.gather_p: _gather_p})
 
 def with_compared_indices(eqn: JaxprEqn) -> Any:
     """An equation in which what picks elements has a gradient without a scatter."""
-    if not holds_any([eqn], {lax.gather_p.name}):
+    if not any(map(_picks, nested([eqn]))):
         return eqn
-    return replaced_in(
-        eqn,
-        lambda inner: inner.primitive is lax.gather_p,
-        lambda inner: inner.replace(primitive=_gather_p),
-        {},
-    )
+    return replaced_in(eqn, _picks, lambda e: e.replace(primitive=_gather_p), {})
+
+
+def _picks(eqn: JaxprEqn) -> bool:
+    if eqn.primitive is not lax.gather_p:
+        return False
+    operand, indices = map(shape_of, eqn.invars)
+    return _axis_of_picks(operand, indices, eqn.params) is not None
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
