@@ -329,14 +329,14 @@ _BIND = "bind_with_trace"
 def around_rules(
     knows: Callable[[], bool], keep: Callable[[Any], Any]
 ) -> Iterator[None]:
-    """While a program is traced, what derivative rules emit has frames of its own.
+    """While a program is traced, derivative rules emit what has frames of its own.
 
     JAX runs a rule for an equation: a backward rule always does, and every rule of what
     `jax.jit`, a loop or `jax.checkpoint` holds.
 
     Args:
       knows: whether the thread that calls it traces such a program.
-      keep: what a rule is to be, wherever JAX runs it.
+      keep: what is put in the place of a rule, wherever JAX runs it.
     """
     with ExitStack() as stack:
         for primitive in (custom_jvp_call_p, custom_vjp_call_p):
@@ -352,7 +352,7 @@ def _framing(knows: Callable[[], bool], keep: Callable[[Any], Any], bind: Any) -
         if knows():
             function, *rules = params["subfuns"]
             rules = [*map(keep, rules)]
-            # A program keeps the frames of rules, until it is run itself.
+            # Rules in a program are given frames when that is run.
             if not isinstance(trace, _DynamicJaxprTrace):
                 rules = [*map(_framed, rules)]
             params = {**params, "subfuns": (function, *rules)}

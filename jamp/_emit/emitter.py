@@ -31,6 +31,7 @@ from jamp._emit.conversions import (
 from jamp._emit.loop_stacks import Iteration
 from jamp._equations import bind_primitive, number_of
 from jamp._lowerings.hook import bound_as
+from jamp._lowerings.picks import with_compared_indices
 from jamp._plan.plan import (
     Action,
     Bind,
@@ -261,12 +262,14 @@ def _emit_rounded_gradient(
 @emits(Bind)
 def _emit_bind(emitter: Emitter, action: Bind, arrays: Arrays) -> Arrays:
     eqn = action.eqn
+    as_traced = action.caster.record.ruling.rule is Rule.AS_TRACED
+    if not as_traced and action.caster.options.device_type != "cpu":
+        eqn = with_compared_indices(eqn)
     primitive, params = eqn.primitive, eqn.params
     if action.operand_dtypes is not None:
         avals = _dtypes.all_in_dtypes(eqn.invars, action.operand_dtypes)
         to = action.results[0].dtype
         primitive, params = bound_as(eqn, avals, action.weights, action.rounded, to)
-    as_traced = action.caster.record.ruling.rule is Rule.AS_TRACED
     if as_traced or eqn.effects or only_staged(arrays):
         return bind_primitive(primitive, params, arrays)
     # Scalars are no operands of a function, which would be saved for its derivative.

@@ -180,7 +180,7 @@ def _recomputing(
     An associative scan is not, on GPUs: it is kept as float32 keeps it.
 
     Barriers keep XLA from sharing it with the forward pass. On GPUs it computes cheap
-    functions again without, and of others the barriers are before the 16 bits alone.
+    functions again without them; of others only the 16 bits are behind one.
     """
     eqns = [*nested(action.eqns)]
     names = {eqn.primitive.name for eqn in eqns}

@@ -1,7 +1,7 @@
 """One element of each row, as the logit of a label, and its gradient on GPUs.
 
-JAX scatters the gradient into zeros: XLA writes as many as there are logits, and reads
-them again. Where indices are compared instead, it computes that where it is read.
+JAX scatters the gradient into zeros: XLA writes an array as large as the logits, and
+reads it again. A comparison of indices it computes inside of what reads the gradient.
 """
 
 from typing import Any
@@ -15,6 +15,7 @@ from jax.interpreters import ad
 from jamp._dtypes import shape_of
 from jamp._equations import nested, replaced_in
 from jamp._lowerings.own_primitives import like, register, with_rules_of_jax
+from jamp._primitives import CALLS
 
 _gather_p = like(lax.gather_p)
 register(_gather_p, lax.gather_p.bind)
@@ -22,8 +23,12 @@ with_rules_of_jax({lax.gather_p: _gather_p})
 
 
 def with_compared_indices(eqn: JaxprEqn) -> Any:
-    """An equation in which what picks elements has a gradient without a scatter."""
-    if not any(map(_picks, nested([eqn]))):
+    """An equation in which what picks elements has a gradient without a scatter.
+
+    It may be a call, as of `take_along_axis`.
+    """
+    calls = eqn.primitive.name in CALLS and any(map(_picks, nested([eqn])))
+    if not (calls or _picks(eqn)):
         return eqn
     return replaced_in(eqn, _picks, lambda e: e.replace(primitive=_gather_p), {})
 
@@ -43,6 +48,8 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
     axis = _axis_of_picks(operand.shape, indices.shape, params)
     # JAX would have to be told how an iota is spread over devices.
     if axis is None or jax.typeof(operand).sharding.mesh.explicit_axes:
+        # What is out of range has no tangent.
+        params = {**params, "fill_value": 0}
         return result, lax.gather_p.bind(tangent, indices, **params)
     return result, _picked(tangent, indices, axis, params).reshape(result.shape)
 
@@ -67,10 +74,10 @@ def _axis_of_picks(
 def _picked(array: Any, indices: Any, axis: int, params: dict[str, Any]) -> Any:
     """The elements at indices, added up with zeros for all others."""
     size = array.shape[axis]
-    if params["mode"] == lax.GatherScatterMode.CLIP:
-        indices = jnp.clip(indices, 0, size - 1)
     if indices.dtype.itemsize < jnp.int32.dtype.itemsize:
         indices = indices.astype(jnp.int32)
+    if params["mode"] == lax.GatherScatterMode.CLIP:
+        indices = jnp.clip(indices, 0, size - 1)
     rows = array.shape[:axis] + array.shape[axis + 1 :]
     chosen = jnp.expand_dims(indices.reshape(rows), axis)
     places = lax.broadcasted_iota(indices.dtype, array.shape, axis)

@@ -54,7 +54,7 @@ def rounded(array: Any) -> Any:
 def zeros_after(array: Any, shape: Sequence[int], dtype: DType) -> tuple[Any, Any]:
     """An array, and zeros that XLA writes when the array is there.
 
-    What waits for nothing it would write before it runs anything else, and keep.
+    Zeros that depend on nothing it would write first of all, and keep until then.
     """
     if KEEPS_BARRIERS:
         array, zero = lax.optimization_barrier((array, np.zeros((), dtype)))

@@ -1,8 +1,9 @@
 """Arrays that a backward pass computes something from again, on GPUs.
 
-XLA takes them for others than those of the forward pass, and so keeps nothing of that.
-The barrier of `jax.checkpoint` would also stand before the gradients and the float32
-that the backward pass takes: all of these XLA would write, and read again.
+Behind a barrier XLA does not see that they equal the arrays of the forward pass, and so
+keeps nothing that was computed from those. The barrier of `jax.checkpoint` would also
+stand before the gradients and the float32 that the backward pass takes: all of these
+XLA would write, and read again.
 """
 
 from collections.abc import Sequence

@@ -26,7 +26,7 @@ def lower_reversed(
 ) -> Any:
     """Lowers a product; of what is reversed, and then cast for it, the cast is first.
 
-    This depends on what is around it, so that JAX can't keep it for others like it.
+    This depends on what made the operands: JAX can't keep it for others like it.
     """
     if not is_on_cpu(ctx):
         operands = (*map(_cast_before, operands[:2]), *operands[2:])

@@ -18,7 +18,7 @@ _Axes = tuple[tuple[Any, int], ...]
 
 
 def _mapped_axes() -> _Axes:
-    """The axes that have names here, and are none of a mesh, whose names stay."""
+    """The named axes here, without those of a mesh, which keep their names."""
     mesh, sizes = get_abstract_mesh().axis_names, get_axis_env().axis_sizes
     return tuple((name, size) for name, size in sizes.items() if name not in mesh)
 

@@ -103,3 +103,18 @@ def test_the_loss_of_labels_needs_no_scatter_on_a_gpu():
     made = equations(traced(gradient, x, w))
     scattered = [e.outvars[0].aval.shape for e in made if "scatter" in e.primitive.name]
     assert (4, 6) not in scattered
+
+
+def test_labels_out_of_range_have_no_tangents_where_they_alone_are_vmapped():
+    h, labels = jnp.ones((4, 6)), jnp.stack([LABELS, LABELS + 3])
+
+    def picked(h, labels):
+        return taken(jax.nn.log_softmax(h @ jnp.diag(jnp.arange(6.0))), labels)
+
+    def tangents(fn):
+        mapped = jax.vmap(fn, (None, 0))
+        return jax.jvp(lambda h: mapped(h, labels), (h,), (h,))[1]
+
+    found = tangents(jamp.autocast(picked, device_type="gpu"))
+    assert np.isfinite(found).all()
+    np.testing.assert_allclose(found, tangents(picked), rtol=2e-3)
