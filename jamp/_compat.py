@@ -351,20 +351,20 @@ def _framing(knows: Callable[[], bool], keep: Callable[[Any], Any], bind: Any) -
     ) -> Any:
         if knows():
             function, *rules = params["subfuns"]
-            rules = [*map(keep, rules)]
             # Rules in a program are given frames when that is run.
-            if not isinstance(trace, _DynamicJaxprTrace):
-                rules = [*map(_framed, rules)]
+            framed = not isinstance(trace, _DynamicJaxprTrace)
+            rules = [_wrapped(rule, keep, framed) for rule in rules]
             params = {**params, "subfuns": (function, *rules)}
         return bind(primitive, trace, args, avals, params)
 
     return framing
 
 
-def _framed(rule: Any) -> Any:
+def _wrapped(rule: Any, keep: Callable[[Any], Any], framed: bool) -> Any:
     # Since JAX 0.12 a rule may be an object that JAX asks for more than to be called.
-    known = rule.transforms or isinstance(rule.f, FunctionType)
-    return _run_in_own_frames(rule) if known else rule
+    if not (rule.transforms or isinstance(rule.f, FunctionType)):
+        return rule
+    return _run_in_own_frames(keep(rule)) if framed else keep(rule)
 
 
 def _run_rule(rule: Callable[..., Any], *arrays: Any) -> Any:

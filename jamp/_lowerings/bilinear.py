@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import lax
-from jax.extend.core import JaxprEqn, Primitive, Var
+from jax.extend.core import JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 from jamp._dtypes import FLOAT32, in_dtype
 from jamp._equations import evaluated
 from jamp._lowerings.late_casts import lower_with_weights
-from jamp._lowerings.own_primitives import Operation, like, register
+from jamp._lowerings.own_primitives import Operation, like, missing, register
 from jamp._lowerings.reversed_weights import lower_reversed
 from jamp._lowerings.unrounded_operands import lower_unrounded
 
@@ -260,8 +260,7 @@ def _save_like(
 
     Policies such as `dots_saveable` tell primitives by identity.
     """
-    pairs = zip(eqn.invars, present, strict=True)
-    needed = [v for v, there in pairs if isinstance(v, Var) and not there]
+    needed = missing(eqn, present)
     if any(unknown):
         return None, eqn, [True], [True], needed
     avals = [atom.aval for atom in eqn.invars[:2]]

@@ -22,6 +22,7 @@ from jamp._lowerings.own_primitives import (
     has_whole_arrays,
     is_for_one_device,
     is_on_cpu,
+    made_by,
 )
 from jamp._lowerings.releases import KEEPS_BARRIERS
 
@@ -126,15 +127,8 @@ def _on_one_cpu(ctx: mlir.LoweringRuleContext) -> bool:
     return is_on_cpu(ctx) and is_for_one_device(ctx) and not exported
 
 
-def _transpose_before(value: Value) -> Any:
-    """The operation that made a value, if it is a transpose."""
-    if isinstance(value, ir.OpResult) and value.owner.name == _TRANSPOSE:
-        return value.owner
-    return None
-
-
 def _argument(weight: Value) -> Value:
-    transpose = _transpose_before(weight)
+    transpose = made_by(weight, _TRANSPOSE)
     return transpose.operands[0] if transpose else weight
 
 
@@ -166,7 +160,7 @@ def _have_one_cast(users: list[ir.Operation]) -> bool:
 
 def _tied(other: Value, weight: Value) -> tuple[Value, Value]:
     """An operand and a weight that is there when the operand is."""
-    transpose = _transpose_before(weight)
+    transpose = made_by(weight, _TRANSPOSE)
     barrier = hlo.OptimizationBarrierOp([other, _argument(weight)])
     _mark(barrier.operation)
     other, weight = barrier.results
@@ -183,14 +177,14 @@ def _cast_after(other: Value, weight: Value, cast: Value) -> Value:
     for region in branches.regions:
         with ir.InsertionPoint(region.blocks.append()):
             hlo.return_([hlo.convert(_low(argument, cast), argument)])
-    return _transposed(branches.result, _transpose_before(weight))
+    return _transposed(branches.result, made_by(weight, _TRANSPOSE))
 
 
 def _cast_again(weight: Value, cast: Value) -> Value:
     """The same cast of a weight once more, for one product."""
     argument = _argument(weight)
     low = hlo.convert(_low(argument, cast), argument)
-    return _transposed(low, _transpose_before(weight))
+    return _transposed(low, made_by(weight, _TRANSPOSE))
 
 
 def _low(argument: Value, cast: Value) -> ir.Type:

@@ -5,7 +5,8 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.extend.core import JaxprEqn, Primitive, Var, jaxpr_as_fun
+from jax.extend.mlir import ir
 from jax.interpreters import ad, batching, mlir, xla
 
 from jamp._equations import replaced
@@ -66,6 +67,19 @@ def is_on_cpu(ctx: mlir.LoweringRuleContext) -> bool:
 def is_for_one_device(ctx: mlir.LoweringRuleContext) -> bool:
     axes = ctx.module_context.axis_context
     return isinstance(axes, mlir.ShardingContext) and axes.num_devices == 1
+
+
+def made_by(value: Any, *names: str) -> Any:
+    """The operation that made a value, if it has one of some names; None otherwise."""
+    if isinstance(value, ir.OpResult) and value.owner.name in names:
+        return value.owner
+    return None
+
+
+def missing(eqn: JaxprEqn, present: Sequence[bool]) -> list[Any]:
+    """The operands that a rule for JAX's partial evaluation asks for."""
+    pairs = zip(eqn.invars, present, strict=True)
+    return [v for v, there in pairs if isinstance(v, Var) and not there]
 
 
 def has_whole_arrays(ctx: mlir.LoweringRuleContext) -> bool:

@@ -7,14 +7,15 @@ XLA would write, and read again.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import JaxprEqn
 from jax.interpreters import ad, batching, partial_eval
 
-from jamp._lowerings.own_primitives import like, register
+from jamp._lowerings.own_primitives import like, missing, register
 
 _recomputed_p = like(lax.copy_p, lambda aval, **_: aval)
 
@@ -25,17 +26,15 @@ def recomputed(array: Any) -> Any:
     return array
 
 
-@recomputed.defjvp
-def _recomputed_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
-    return _recomputed_p.bind(primals[0], again=False), tangents[0]
-
-
 def _run(array: Any, *, again: bool) -> Any:
     return lax.optimization_barrier(array) if again else array
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
     return _recomputed_p.bind(*primals, **params), tangents[0]
+
+
+recomputed.defjvp(partial(_jvp, again=False))
 
 
 def _transpose(cotangent: Any, *_: Any, **params: Any) -> list[Any]:
@@ -48,17 +47,13 @@ def _batch(arrays: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
 
 
 def _in_both_passes(
-    saveable: Any, unknown: Sequence[bool], known_again: Sequence[bool], eqn: JaxprEqn
+    saveable: Any, unknown: Sequence[bool], present: Sequence[bool], eqn: JaxprEqn
 ) -> Any:
     """How JAX takes a checkpoint apart: what runs before, and what it runs again."""
     del saveable
     again = eqn.replace(params={"again": True})
-    missing = [
-        var
-        for var, there in zip(eqn.invars, known_again, strict=True)
-        if isinstance(var, Var) and not there
-    ]
-    return None if any(unknown) else eqn, again, unknown, [True], missing
+    needed = missing(eqn, present)
+    return None if any(unknown) else eqn, again, unknown, [True], needed
 
 
 register(_recomputed_p, _run)

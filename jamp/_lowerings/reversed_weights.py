@@ -12,7 +12,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
-from jamp._lowerings.own_primitives import is_on_cpu
+from jamp._lowerings.own_primitives import is_on_cpu, made_by
 
 _CONVERT = "stablehlo.convert"
 _REVERSE, _TRANSPOSE = "stablehlo.reverse", "stablehlo.transpose"
@@ -35,11 +35,13 @@ def lower_reversed(
 
 def _cast_before(value: Any) -> Any:
     """A cast of reversed weights, as reversed casts of them."""
-    moves: list[Any] = []
-    wide = _operand_of(value, _CONVERT)
-    while (moved := _operand_of(wide, _REVERSE, _TRANSPOSE)) is not None:
-        moves.append(wide.owner)
-        wide = moved
+    cast = made_by(value, _CONVERT)
+    if cast is None:
+        return value
+    moves, wide = list[Any](), cast.operands[0]
+    while (move := made_by(wide, _REVERSE, _TRANSPOSE)) is not None:
+        moves.append(move)
+        wide = move.operands[0]
     if not any(move.name == _REVERSE for move in moves):
         return value
     low = ir.RankedTensorType.get(wide.type.shape, value.type.element_type)
@@ -50,11 +52,3 @@ def _cast_before(value: Any) -> Any:
         else:
             result = hlo.transpose(result, move.attributes["permutation"])
     return result
-
-
-def _operand_of(value: Any, *names: str) -> Any:
-    """What an operation of one of some names has made a value of; None if another."""
-    if not isinstance(value, ir.OpResult) or value.owner.name not in names:
-        return None
-    (operand,) = value.owner.operands
-    return operand

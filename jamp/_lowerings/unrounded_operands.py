@@ -16,6 +16,7 @@ from jamp._dtypes import FLOAT32, in_dtype
 from jamp._lowerings.own_primitives import (
     has_whole_arrays,
     is_on_cpu,
+    made_by,
 )
 
 _CONVERT = "stablehlo.convert"
@@ -47,8 +48,8 @@ def lower_unrounded(
 
 def _before_cast(value: Any) -> Any:
     """The float32 that a value was cast from, if it is a cast, or one widened again."""
-    while isinstance(value, ir.OpResult) and value.owner.name == _CONVERT:
-        (value,) = value.owner.operands
+    while (cast := made_by(value, _CONVERT)) is not None:
+        (value,) = cast.operands
         if value.type.element_type == ir.F32Type.get():
             return value
     return None

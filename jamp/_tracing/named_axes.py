@@ -40,6 +40,4 @@ def in_axes_of_now(rule: Any) -> Any:
         return rule
     if isinstance(rule, FunctionType):
         return wraps(rule)(lambda *arrays: _run(rule, axes, *arrays))
-    # Since JAX 0.12 a rule may be an object that JAX asks for more than to be called.
-    known = rule.transforms or isinstance(rule.f, FunctionType)
-    return _in_axes(rule, axes) if known else rule
+    return _in_axes(rule, axes)

@@ -14,11 +14,18 @@ import jamp
 from jamp._dtypes import BFLOAT16, FLOAT32
 from jamp._lowerings import convolution, patches
 
-
-@pytest.mark.parametrize(
+whole_and_in_parts = pytest.mark.parametrize(
     ("name", "at_once"),
     [*((name, 2**24) for name in CONVOLUTIONS), *((name, 64) for name in IN_PARTS)],
 )
+
+
+def temporary_bytes(fn, *args):
+    compiled = jax.jit(fn).lower(*args).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@whole_and_in_parts
 @pytest.mark.usefixtures("amx")
 def test_convolutions_of_every_kind_and_their_derivatives(name, at_once, monkeypatch):
     monkeypatch.setattr(patches, "_MOST_BYTES", at_once)
@@ -99,11 +106,8 @@ def test_training_a_convolution_takes_less_memory_than_in_float32(monkeypatch):
         y = lax.conv_general_dilated(x, w, (2, 2), padding, dimension_numbers=NHWC)
         return jnp.mean(y.astype(jnp.float32) ** 2)
 
-    def memory(fn):
-        compiled = jax.jit(jax.grad(fn)).lower(w, x).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    assert memory(cast(loss)) < memory(loss)
+    wide = temporary_bytes(jax.grad(loss), w, x)
+    assert temporary_bytes(jax.grad(cast(loss)), w, x) < wide
 
 
 @pytest.mark.usefixtures("on_processor")
@@ -164,10 +168,7 @@ def test_the_patches_of_a_vision_transformer_are_pictures_in_another_order():
         assert f" {name}" not in text
 
 
-@pytest.mark.parametrize(
-    ("name", "at_once"),
-    [*((name, 2**24) for name in CONVOLUTIONS), *((name, 64) for name in IN_PARTS)],
-)
+@whole_and_in_parts
 @pytest.mark.usefixtures("amx")
 def test_rows_of_windows_add_up_to_convolutions_of_every_kind(
     name, at_once, monkeypatch
@@ -216,19 +217,12 @@ def test_what_parts_are_written_to_is_not_there_when_the_program_begins():
             )
         return x
 
-    def memory(fn):
-        compiled = jax.jit(fn).lower(x, w).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    assert memory(cast(network)) < 1.5 * memory(network)
+    wide = temporary_bytes(network, x, w)
+    assert temporary_bytes(cast(network), x, w) < 1.5 * wide
 
 
 def convolved_twice(w, x):
-    options = dict(
-        window_strides=(2, 2),
-        padding="SAME",
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
-    )
+    options = dict(window_strides=(2, 2), padding="SAME", dimension_numbers=NHWC)
     x = jax.nn.relu(lax.conv_general_dilated(x, w, **options))
     return jnp.sum(lax.conv_general_dilated(x, w, **options).astype(jnp.float32))
 
