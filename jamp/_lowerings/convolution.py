@@ -25,7 +25,7 @@ from jamp._lowerings.depthwise import (
     is_depthwise,
     is_gradient_of_depthwise,
 )
-from jamp._lowerings.patches import by_places, by_windows
+from jamp._lowerings.patches import by_windows
 from jamp._lowerings.pictures import (
     Shape,
     arranged,
@@ -35,6 +35,7 @@ from jamp._lowerings.pictures import (
     ordered,
     rounded,
 )
+from jamp._lowerings.places import by_places
 from jamp._lowerings.processor import this_processor
 from jamp._lowerings.releases import MOVES_BFLOAT16_AS_FLOAT32
 from jamp._lowerings.tiles import has_tiles, into_tiles, makes_tiles, of_tiles

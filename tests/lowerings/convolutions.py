@@ -193,6 +193,11 @@ CONVOLUTIONS = {
         (3, 3, 5),
         dict(dimension_numbers=("NHC", "HIO", "NHC"), window_strides=(3,)),
     ),
+    "few places, and rows that meet none": (
+        (2, 5, 4, 3),
+        (3, 3, 3, 5),
+        dict(window_strides=(2, 1), padding=[(1, 0), (0, 0)]),
+    ),
     "places side by side": (
         (2, 4, 6, 3),
         (2, 3, 3, 5),

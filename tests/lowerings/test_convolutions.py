@@ -12,7 +12,7 @@ from products import assert_equal_derivatives, cast
 
 import jamp
 from jamp._dtypes import BFLOAT16, FLOAT32
-from jamp._lowerings import convolution, patches
+from jamp._lowerings import convolution, patches, places, slices
 
 whole_and_in_parts = pytest.mark.parametrize(
     ("name", "at_once"),
@@ -28,7 +28,7 @@ def temporary_bytes(fn, *args):
 @whole_and_in_parts
 @pytest.mark.usefixtures("amx")
 def test_convolutions_of_every_kind_and_their_derivatives(name, at_once, monkeypatch):
-    monkeypatch.setattr(patches, "_MOST_BYTES", at_once)
+    monkeypatch.setattr(slices, "_MOST_BYTES", at_once)
     monkeypatch.setattr(patches, "_LEAST_BYTES", 0)
     monkeypatch.setattr(convolution, "_LEAST_FEATURES", 1)
     assert_equal_derivatives(*example(name))
@@ -98,7 +98,7 @@ def test_the_processor_tells_from_how_many_features_on_patches_are_taken(
 @pytest.mark.usefixtures("amx")
 def test_training_a_convolution_takes_less_memory_than_in_float32(monkeypatch):
     """No float32 copy of the pictures that patches are taken from, in particular."""
-    monkeypatch.setattr(patches, "_MOST_BYTES", 2**20)
+    monkeypatch.setattr(slices, "_MOST_BYTES", 2**20)
     x, w = jnp.ones((8, 64, 64, 64)), jnp.ones((3, 3, 64, 128))
 
     def loss(w, x):
@@ -173,11 +173,13 @@ def test_the_patches_of_a_vision_transformer_are_pictures_in_another_order():
 def test_rows_of_windows_add_up_to_convolutions_of_every_kind(
     name, at_once, monkeypatch
 ):
-    monkeypatch.setattr(patches, "_MOST_BYTES", at_once)
+    monkeypatch.setattr(slices, "_MOST_BYTES", at_once)
     monkeypatch.setattr(patches, "_LEAST_BYTES", 0)
     monkeypatch.setattr(patches, "_LEAST_ROWS", 0)
     monkeypatch.setattr(patches, "_writes_less_by_rows", lambda *_: True)
+    monkeypatch.setattr(places, "_of_places", lambda *_: 2**62)
     monkeypatch.setattr(convolution, "_LEAST_FEATURES", 1)
+    monkeypatch.setattr(convolution, "_LEAST_REUSED_IF_FAST", 1)
     assert_equal_derivatives(*example(name))
 
 
@@ -199,6 +201,32 @@ def test_patches_are_of_rows_where_less_is_written_for_them(pixels, features, pr
         return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=NHWC)
 
     text = jax.jit(cast(convolve)).lower(x, w).as_text()
+    taken = r"tensor<(?:1x)?(.*)xbf16>"
+    assert re.findall(rf"dot_general .*: \({taken}, {taken}\) ->", text) == products
+
+
+@pytest.mark.parametrize(
+    ("features", "strides", "products"),
+    [
+        ((64, 64), (1, 1), [("4x32x32x3x64", "4x32x32x3x64")]),
+        ((64, 64), (1, 2), [("4x32x16x3x64", "4x32x16x3x64")]),
+        # Rows of the cotangent would be more numbers than all that it meets.
+        ((16, 64), (1, 1), [("4x32x32x64", "4x32x32x9x16")]),
+        # A row of pictures that are strided over meets few rows of the cotangent.
+        ((64, 64), (2, 1), [("4x16x32x64", "4x16x32x9x64")]),
+    ],
+)
+@pytest.mark.usefixtures("amx")
+def test_gradients_of_weights_are_of_rows_of_both_where_these_are_fewer_numbers(
+    features, strides, products
+):
+    x, w = jnp.ones((4, 32, 32, features[0])), jnp.ones((3, 3, *features))
+
+    def loss(w, x):
+        y = lax.conv_general_dilated(x, w, strides, "SAME", dimension_numbers=NHWC)
+        return jnp.sum(y.astype(jnp.float32))
+
+    text = jax.jit(jax.grad(cast(loss))).lower(w, x).as_text()
     taken = r"tensor<(?:1x)?(.*)xbf16>"
     assert re.findall(rf"dot_general .*: \({taken}, {taken}\) ->", text) == products
 

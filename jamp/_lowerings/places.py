@@ -1,0 +1,135 @@
+"""Gradients of weights as products, of what meets the window at each of its places.
+
+The window is large here, as large as pictures are, and has few places: of the gradient
+of weights of 3x3 elements it has nine.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jamp._dtypes import BFLOAT16, FLOAT32, DType
+from jamp._lowerings.pictures import (
+    Shape,
+    arranged,
+    as_bits,
+    from_bits,
+    padded,
+    rounded,
+    zeros_after,
+)
+from jamp._lowerings.product import multiply_on_cpu
+from jamp._lowerings.slices import part_of, slices_of, steps_of
+
+
+def by_places(lhs: Any, rhs: Any, shape: Shape, outs: Sequence[int], to: DType) -> Any:
+    """What meets the window at each place of the result, times the weights.
+
+    Here are pictures, whose features are a batch, and which add up as features do; the
+    cotangent of the convolution has the part of weights. Both begin with what adds up,
+    and end with what does not. Of so many pictures at a time that their slices stay in
+    the cache; the products are added up.
+    """
+    if math.prod(outs) == 1:
+        return _multiply_places(lhs, rhs, to, shape=shape, outs=outs)
+    pictures, of_rows = lhs.shape[0], _are_by_rows(lhs, rhs, shape, outs)
+    numbers = (_of_rows if of_rows else _of_places)(lhs, rhs, outs)
+    part = part_of(pictures, numbers // pictures * BFLOAT16.itemsize)
+    multiply = partial(
+        _multiply_rows if of_rows else _multiply_places, shape=shape, outs=outs
+    )
+    if part == pictures:
+        return multiply(rounded(lhs), rhs, to)
+    first = jax.eval_shape(partial(multiply, to=FLOAT32), lhs, rhs)
+    rhs = as_bits(rhs)
+    rhs, zeros = zeros_after(rhs, first.shape, FLOAT32)
+
+    def add(total: Any, start: Any) -> tuple[Any, None]:
+        some, weights = (
+            lax.dynamic_slice_in_dim(array, start, part, 0) for array in (lhs, rhs)
+        )
+        return total + multiply(rounded(some), from_bits(weights), FLOAT32), None
+
+    starts = jnp.arange(0, pictures, part)
+    total, _ = lax.scan(add, zeros, starts)
+    return lax.convert_element_type(total, to)
+
+
+def _are_by_rows(lhs: Any, rhs: Any, shape: Shape, outs: Sequence[int]) -> bool:
+    """Whether slices are of rows of both operands, which are fewer."""
+    plain = shape.rhs_dilation[0] == shape.batch_group_count == 1 < outs[0]
+    return plain and _of_rows(lhs, rhs, outs) < _of_places(lhs, rhs, outs)
+
+
+def _of_places(lhs: Any, rhs: Any, outs: Sequence[int]) -> int:
+    """How many numbers the slices for all places have."""
+    return int(math.prod(outs) * lhs.shape[-1] * math.prod(rhs.shape[:-1]))
+
+
+def _of_rows(lhs: Any, rhs: Any, outs: Sequence[int]) -> int:
+    """How many those for the rows of the result have, and for the places of one row."""
+    features = math.prod(outs[1:]) * lhs.shape[-1] + outs[0] * rhs.shape[-1]
+    return int(features * math.prod(lhs.shape[:2]) * math.prod(rhs.shape[2:-1]))
+
+
+def _multiply_rows(
+    lhs: Any, rhs: Any, to: DType, *, shape: Shape, outs: Sequence[int]
+) -> Any:
+    """The gradient of weights from pictures in slices for the places of a row.
+
+    A row of them meets each row of the cotangent, which is sliced for the rows of the
+    result. Rows that meet nothing are padded with zeros there.
+    """
+    first, *others = shape.padding
+    beside = shape._replace(padding=[(0, 0), *others])
+    sizes = [lhs.shape[1], *rhs.shape[2:-1]]
+    strides, dilations = shape.rhs_dilation, shape.window_strides
+    rows, *rest = steps_of(lhs, shape, sizes, strides, outs, dilations)
+    reach = (outs[0] - 1) * rows.dilation
+    low = reach - first[0]
+    high = reach + lhs.shape[1] - low - rhs.shape[1]
+    left = from_bits(jnp.stack(slices_of(padded(lhs, beside), 0, rest), lhs.ndim - 1))
+    config = [(0, 0, 0), (low, high, 0), *[(0, 0, 0)] * (rhs.ndim - 2)]
+    wider = lax.pad(rhs, jnp.zeros((), rhs.dtype), config)
+    right = jnp.stack(slices_of(wider, 0, [rows])[::-1], rhs.ndim - 1)
+    added = tuple(range(lhs.ndim - 1))
+    result = multiply_on_cpu(left, right, ((added, added), ((), ())), to)
+    _, *features = result.shape
+    result = result.reshape(*outs[1:], *features)
+    at = len(outs) - 1
+    order = [at, at + 2, at + 1, *range(at)]
+    return arranged(result, order, shape.dimension_numbers.out_spec)
+
+
+def _multiply_places(
+    lhs: Any, rhs: Any, to: DType, *, shape: Shape, outs: Sequence[int]
+) -> Any:
+    """The same from slices for each place of the result."""
+    numbers, sizes = shape.dimension_numbers, rhs.shape[1:-1]
+    strides, dilations = shape.rhs_dilation, shape.window_strides
+    steps = steps_of(lhs, shape, sizes, strides, outs, dilations)
+    left = from_bits(jnp.stack(slices_of(padded(lhs, shape), 0, steps), lhs.ndim - 1))
+    added = tuple(range(lhs.ndim - 1))
+    groups = shape.batch_group_count
+    if groups == 1:
+        result = multiply_on_cpu(left, rhs, ((added, added), ((), ())), to)
+    else:
+        left, rhs = _in_groups(left, groups), _in_groups(rhs, groups)
+        batch = (left.ndim - 2,), (rhs.ndim - 2,)
+        result = multiply_on_cpu(left, rhs, ((added, added), batch), to)
+        # The groups stand beside the features of each.
+        result = lax.collapse(jnp.moveaxis(result, 0, -2), result.ndim - 2)
+    result = result.reshape(*outs, *result.shape[1:])
+    at = len(outs)
+    return arranged(result, [at, at + 1, *range(at)], numbers.out_spec)
+
+
+def _in_groups(array: Any, groups: int) -> Any:
+    """An array whose last dimension is in groups."""
+    *others, last = array.shape
+    return array.reshape(*others, groups, last // groups)

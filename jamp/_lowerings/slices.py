@@ -1,0 +1,92 @@
+"""Slices of pictures, one for each place in some dimensions, that patches are made of.
+
+Patches are made of some pictures at a time, so that they stay in the cache.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax import lax
+
+from jamp._lowerings.pictures import Shape
+from jamp._lowerings.releases import KEEPS_BARRIERS
+
+# Of more, patches leave the cache before they are read.
+_MOST_BYTES = 4 * 2**20
+
+
+class Steps(NamedTuple):
+    """What a spatial dimension is sliced into, one slice for each place in the window.
+
+    Attributes:
+      dim: the dimension of the pictures.
+      size: of a slice, and of the result.
+      stride: from one element of a slice to the next.
+      dilation: from one slice to the next.
+      features: how many each slice has.
+    """
+
+    dim: int
+    size: int
+    stride: int
+    dilation: int
+    features: Sequence[int]
+
+
+def steps_of(
+    lhs: Any,
+    shape: Shape,
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    counts: Sequence[int],
+    dilations: Sequence[int],
+) -> list[Steps]:
+    """Those of each spatial dimension, for so many slices."""
+    _, feature, *spatial = shape.dimension_numbers.lhs_spec
+    features = [[lhs.shape[feature]] * count for count in counts]
+    described = zip(spatial, sizes, strides, dilations, features, strict=True)
+    return [Steps(*of) for of in described]
+
+
+def part_of(count: int, each: int) -> int:
+    """How many of some things of so many bytes to take at a time."""
+    parts = (n for n in range(count, 0, -1) if count % n == 0)
+    return next(n for n in parts if n == 1 or n * each <= _MOST_BYTES)
+
+
+def slices_of(lhs: Any, feature: int, steps: Sequence[Steps]) -> list[Any]:
+    """One slice for each combination of places in some dimensions."""
+    starts = [[at * of.dilation for at in range(len(of.features))] for of in steps]
+    lhs, starts = _hidden(lhs, starts)
+    slices = []
+    for place in itertools.product(*map(enumerate, starts)):
+        sizes, strides = [*lhs.shape], [1] * lhs.ndim
+        first: list[Any] = [np.uint32(0)] * lhs.ndim
+        for of, (at, start) in zip(steps, place, strict=True):
+            first[of.dim], strides[of.dim] = start, of.stride
+            sizes[of.dim] = (of.size - 1) * of.stride + 1
+            sizes[feature] = of.features[at]
+        taken = lax.dynamic_slice(lhs, first, sizes)
+        if max(strides) > 1:
+            taken = lax.slice(taken, [0] * lhs.ndim, sizes, strides)
+        slices.append(taken)
+    return slices
+
+
+def _hidden(lhs: Any, starts: Sequence[Sequence[int]]) -> tuple[Any, Any]:
+    """Pictures and the starts of slices of each dimension, behind a barrier.
+
+    Of slices whose starts it knows, XLA compiles a kernel each. Behind the barrier it
+    still sees which are equal: those of different dimensions never are. With the starts
+    are the pictures, or they would be padded in each slice.
+    """
+    count, far = math.prod(map(len, starts)), max(map(max, starts), default=0) >= 2**24
+    if count == 1 or far or not KEEPS_BARRIERS:
+        return lhs, [[np.uint32(start) for start in of] for of in starts]
+    numbers = [[np.uint32(d << 24 | s) for s in of] for d, of in enumerate(starts, 1)]
+    lhs, numbers = lax.optimization_barrier((lhs, numbers))
+    low = np.uint32(2**24 - 1)
+    return lhs, [[lax.bitwise_and(number, low) for number in of] for of in numbers]
