@@ -58,26 +58,29 @@ def _before_rounding(value: Value, plan: Plan) -> Value | None:
     if value.number in plan.float32_of_products:
         return plan.float32_of_products[value.number]
     action = plan.makers.get(value.number)
-    if not isinstance(action, Bind) or len(action.results) > 1:
+    if not isinstance(action, Bind):
         return None
-    name, wide = action.eqn.primitive.name, Value.of(value.aval, FLOAT32, value.traits)
+    name = action.eqn.primitive.name
+    made = [Value.of(v.aval, FLOAT32, v.traits) for v in action.results]
     if has_own_product(name, action.operand_dtypes or (FLOAT32,) * 2):
         at = plan.actions.index(action)
-        rounds = Cast((wide,), (value,), action.caster)
-        plan.actions[at : at + 1] = [replace(action, results=(wide,)), rounds]
+        rounds = Cast(tuple(made), action.results, action.caster)
+        plan.actions[at : at + 1] = [replace(action, results=made), rounds]
     else:
         source = None
-        if name in _primitives.MOVEMENT and len(action.operands) == 1:
+        moves = name in _primitives.MOVEMENT or name == "split"
+        if moves and len(action.operands) == 1:
             source = _before_rounding(action.operands[0], plan)
         if source is None:
             return None
-        taken, made = (source,), (wide,)
+        taken = (source,)
         moved_wide = replace(
             action, operands=taken, results=made, operand_dtypes=(FLOAT32,), read=taken
         )
         plan.actions.insert(plan.actions.index(action), moved_wide)
-    plan.float32_of_products[value.number] = wide
-    return wide
+    numbers = [v.number for v in action.results]
+    plan.float32_of_products.update(zip(numbers, made, strict=True))
+    return plan.float32_of_products[value.number]
 
 
 def bias_dims(

@@ -164,6 +164,8 @@ def _result_traits(equation: Equation, operands: Values, used: Sequence[Any]) ->
     eqn, context, caster = equation.eqn, equation.context, equation.caster
     name = eqn.primitive.name
     floats = [v for v in operands if v.eligible]
+    rules = caster.options.policy.function_rules
+    layer = any(rules.get(found) is Rule.LOWER for found in context.functions)
     # A scalar among arrays scales them.
     data = any(v.traits.data for v in operands if v.rank > 0)
     numbers = None
@@ -173,8 +175,6 @@ def _result_traits(equation: Equation, operands: Values, used: Sequence[Any]) ->
         low = all(d in _dtypes.LOW_DTYPES for d in used[:2])
         if not low or adds_nothing(eqn):
             return Traits(data=data)
-        rules = caster.options.policy.function_rules
-        layer = any(rules.get(found) is Rule.LOWER for found in context.functions)
         dims = bias_dims(eqn, operands, caster.plan.inputs, layer=layer)
         return Traits(bias_dims=dims, data=True)
     unsafe = caster.options.policy.unsafe
@@ -188,6 +188,11 @@ def _result_traits(equation: Equation, operands: Values, used: Sequence[Any]) ->
             bias_dims=tuple([moved(eqn, dims, new=False) for dims in source.bias_dims]),
         )
     traits = Traits(numbers, data=data, scale=scale_of(eqn, operands))
+    if name == "split" or (layer and name == "add"):
+        # As of a cell, whose biases are added to gates, or to the sum of two products.
+        first, *others = (v.traits.bias_dims for v in operands)
+        dims = tuple([d for d in first if all(d in other for other in others)])
+        traits = traits._replace(bias_dims=dims)
     if name in _primitives.KEEPING_PROBABILITY:
         firm = [v.traits for v in floats if not v.follows]
         found = [known for known in firm if known.probability]

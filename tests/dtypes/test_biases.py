@@ -73,6 +73,10 @@ BIASES = {
         lambda x, w, b: split(x, w).transpose(0, 2, 1, 3) + b[:, None],
         *(X, W, (2, 4)),
     ),
+    "after a split": (
+        lambda x, w, b: jnp.concatenate([h + b for h in jnp.split(x @ w, 2, -1)]),
+        *(X, W, (4,)),
+    ),
     "second layer": (lambda x, w, b: layer(jnp.tanh(layer(x, w, b)), w, b), X, W, B),
     "in a jit": (lambda x, w, b: jax.jit(jnp.add)(x @ w, b), X, W, B),
     "of a product in a jit": (lambda x, w, b: jax.jit(jnp.dot)(x, w) + b, X, W, B),

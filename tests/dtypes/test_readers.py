@@ -209,6 +209,22 @@ def test_it_keeps_the_16_bit_input_alone_for_the_backward_pass(norm, device):
     assert dtypes == {jnp.dtype(LOW[device]).name}
 
 
+def test_a_sum_that_goes_on_through_blocks_is_rounded_for_gpus():
+    """A GPU would write the float32 of each for the norms and sums that read it."""
+
+    def loss(params, x):
+        x = x @ params[0]
+        for w in params[1:]:
+            x = x + layer_norm(x) @ w
+        return jnp.sum(layer_norm(x) ** 2), None
+
+    saved = program_figures.saved_for_backward(
+        jamp.autocast(loss, device_type="gpu"), [EYE] * 5, activations(1, 4, np.float32)
+    )
+    dtypes = {str(found.dtype) for found in saved if found.shape == (8, 64)}
+    assert dtypes == {"float16"}
+
+
 def test_a_long_chain_is_planned_in_time_proportional_to_its_length(monkeypatch):
     added = []
     add = groups.Group.add

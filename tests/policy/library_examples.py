@@ -72,6 +72,32 @@ def _haiku(name: str, *args: Any, x: Callable[[], np.ndarray]) -> Call:
     return call, (made, x())
 
 
+def _cell_of_equinox(name: str, carried: int) -> Call:
+    """A cell, of a carry of so many arrays and an input."""
+    eqx = importlib.import_module("equinox")
+    cell = getattr(eqx.nn, name)(8, 8, key=jax.random.key(0))
+    arrays, rest = eqx.partition(cell, eqx.is_array)
+
+    def call(arrays: Any, x: Any, *carry: Any) -> Any:
+        hidden = carry if carried > 1 else carry[0]
+        return jax.vmap(eqx.combine(arrays, rest))(x, hidden), ()
+
+    return call, (arrays, _X, *[_X[::-1].copy()] * carried)
+
+
+def _cell_of_haiku(name: str, carried: int) -> Call:
+    hk = importlib.import_module("haiku")
+    pack = hk.LSTMState if carried > 1 else lambda hidden: hidden
+    model = hk.transform(lambda x, *carry: getattr(hk, name)(8)(x, pack(*carry)))
+    inputs = _X, *[_X[::-1].copy()] * carried
+    made = model.init(jax.random.key(0), *inputs)
+
+    def call(made: Any, *inputs: Any) -> Any:
+        return model.apply(made, None, *inputs), ()
+
+    return call, (made, *inputs)
+
+
 def _transformers(family: str, name: str) -> Call:
     module = importlib.import_module(
         f"transformers.models.{family}.modeling_flax_{family}"
@@ -138,6 +164,13 @@ def _log_prob(module: str, name: str) -> Call:
     return call, (value, *arrays)
 
 
+_CELLS = {
+    "equinox.nn.GRUCell": lambda: _cell_of_equinox("GRUCell", 1),
+    "equinox.nn.LSTMCell": lambda: _cell_of_equinox("LSTMCell", 2),
+    "haiku.GRU": lambda: _cell_of_haiku("GRU", 1),
+    "haiku.LSTM": lambda: _cell_of_haiku("LSTM", 2),
+    "haiku.VanillaRNN": lambda: _cell_of_haiku("VanillaRNN", 1),
+}
 _NORMS = {
     "equinox.nn.BatchNorm": _batch_norm,
     "equinox.nn.GroupNorm": lambda: _equinox("GroupNorm", 2, 8, x=rows),
@@ -183,7 +216,11 @@ _LOG_PROBS = {
     )
     for name in sorted(names)
 }
-LIBRARY_EXAMPLES: dict[str, Callable[[], Call]] = {**_NORMS, **_LOG_PROBS}
+LIBRARY_EXAMPLES: dict[str, Callable[[], Call]] = {
+    **_CELLS,
+    **_NORMS,
+    **_LOG_PROBS,
+}
 
 
 def installed(name: str) -> bool:

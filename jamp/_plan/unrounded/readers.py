@@ -82,6 +82,11 @@ def _sums(eqns: Iterable[JaxprEqn]) -> bool:
     return holds_any(eqns, _primitives.SUMS)
 
 
+def _adds(action: Bind | Structural, lows: set[int]) -> bool:
+    """Whether an equation adds two arrays of 16 bits."""
+    return action.eqn.primitive.name in ("add", "add_any") and len(lows) == 2
+
+
 def _small(values: Sequence[Value]) -> set[int]:
     """The places of those that have few numbers beside the largest of them."""
     counts = [size_of(getattr(value.aval, "shape", ())) for value in values]
@@ -129,8 +134,9 @@ class Readers:
         self.unrounded: set[Action] = set()
         self.kind = cache(kind_of)
         self._of = of
-        # What is split, as it is or moved.
+        # What is split, as it is or moved; and what is added to other 16 bits.
         self._split: set[int] = set()
+        self._added: set[int] = set()
         self._counts: Counter[int] = Counter()
         self.plan = _live(plan)
         for action in reversed(self.plan.actions):
@@ -269,6 +275,8 @@ class Readers:
             self._add_operands(action, lows)
             return
         made = {value.number for value in action.results}
+        if _adds(action, lows):
+            self._added |= lows
         same = found.exact or found.moves or found.masks
         if same and made & self.pinned:
             self.pinned |= lows
@@ -294,7 +302,16 @@ class Readers:
         alone = not made & self.low and not self._is_split_sum(kind, made, lows)
         alone |= any(value.traits.probability for value in action.results)
         rounds = kind.gives_low and not kind.orders
-        return rounds and alone and bool(made & self.wide.keys())
+        kept = _adds(action, lows) and self._is_stream(action, made)
+        return rounds and alone and not kept and bool(made & self.wide.keys())
+
+    def _is_stream(self, action: Bind | Structural, made: set[int]) -> bool:
+        """Whether a sum goes on through sums, as that of a block and its input does.
+
+        A GPU would write the float32 for all that reads it.
+        """
+        on_cpu = action.caster.options.device_type == "cpu"
+        return not on_cpu and not made.isdisjoint(self._added)
 
     def _add_operands(self, action: Bind | Structural, lows: set[int]) -> Sequence[str]:
         """Adds which 16 bits an equation needs, and what its programs take wide.
