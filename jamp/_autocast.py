@@ -202,11 +202,15 @@ class Autocast:
                 "none of: leave it out"
             )
         options = self._arguments.options()
-        if options.enabled and options_in_force() is None:
+        outer = options_in_force()
+        if options.enabled and (outer is None or outer.run_as_written):
             raise AutocastError(
-                "an autocast region takes effect only inside a function under autocast:"
-                " it cannot rewrite code that nobody traces. Wrap the function, as in "
-                "jamp.autocast(fn)(x) or @jamp.autocast above its def"
+                "an autocast region takes effect only inside a function under autocast,"
+                " with enabled=True: it cannot rewrite code that nobody traces. Wrap "
+                "the function, as in jamp.autocast(fn)(x) or @jamp.autocast above its "
+                "def. Where the same code runs without autocast too, as for a module's "
+                "init or in evaluation, give the region "
+                "enabled=jamp.is_autocast_enabled()"
             )
         region = regions.region(options)
         region.__enter__()

@@ -50,3 +50,10 @@ def did_you_mean(name: Any, known: Iterable[str]) -> str:
     near.sort(key=lambda other: sorted(other) != sorted(name))  # letters swapped
     near = [other for other in known if other.lower() == name.lower()] + near
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def described(value: Any) -> str:
+    """A value that an argument has, in an error; of what is long its type alone."""
+    shown = repr(value)
+    short = len(shown) <= 60 and "\n" not in shown
+    return shown if short else f"one of type {type(value).__name__}"

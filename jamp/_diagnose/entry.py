@@ -32,7 +32,7 @@ from jamp._diagnose.outcomes import error_limit, gradient_error, gradient_moved
 from jamp._diagnose.program import Settings, Subject
 from jamp._diagnose.walk import Steps
 from jamp._dtypes import below_float32
-from jamp._errors import AutocastError, AutocastTypeError
+from jamp._errors import AutocastError, AutocastTypeError, described
 from jamp._tracing.checks import check_function, wrong_argnums
 
 # How many operations with underflow are listed.
@@ -114,7 +114,8 @@ def _checked_scale(loss_scale: float | None) -> float | None:
         raise AutocastError("loss_scale is too large for a float") from error
     except TypeError as error:
         raise AutocastTypeError(
-            f"loss_scale must be a number, got {loss_scale!r}"
+            f"loss_scale must be a number, got {described(loss_scale)}; that of an "
+            "optimizer's state is jamp.loss_scale(opt_state)"
         ) from error
     limits = jnp.finfo(np.float32)
     if loss_scale < 0 or not float(limits.tiny) <= scale <= float(limits.max):

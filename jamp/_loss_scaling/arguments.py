@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from jamp._errors import ScalerError, ScalerTypeError
+from jamp._errors import ScalerError, ScalerTypeError, described
 
 LARGEST = float(np.finfo(np.float32).max)
 LARGEST_COUNT = int(np.iinfo(np.int32).max)
@@ -57,7 +57,7 @@ def new_scale_of(old: jax.Array, value: Any) -> jax.Array:
     """A scale to set, or the old one where an array on a device holds none."""
     is_real = is_number(value) and not np.iscomplexobj(value)
     if not is_real or isinstance(value, bool | np.bool_):
-        raise ScalerTypeError(f"new_scale must be a number, got {value!r}")
+        raise ScalerTypeError(f"new_scale must be a number, got {described(value)}")
     if np.ndim(value):
         raise ScalerError(f"new_scale must be a scalar, got an array of {value.shape}")
     if isinstance(value, jax.Array):
@@ -88,12 +88,14 @@ def any_of(found_inf: Any, method: str) -> jax.Array:
 def _is_scale_or_gradient(number: Any) -> bool:
     """Whether a number is no flag; torch's flags are floats too, as 1.0.
 
-    Numbers in arrays may be sums of flags.
+    Integers in arrays may be sums of flags.
     """
     if isinstance(number, int | float):
         return number not in (0, 1)
-    is_float = jnp.issubdtype(jnp.result_type(number), np.inexact)
-    return bool(is_float) and np.ndim(number) > 0
+    if not jnp.issubdtype(jnp.result_type(number), np.inexact):
+        return False
+    traced = isinstance(number, jax.core.Tracer)
+    return np.ndim(number) > 0 or not (traced or float(number.real) in (0, 1))
 
 
 def is_number(leaf: Any) -> bool:
@@ -136,6 +138,21 @@ def refuse_float16(tree: Any, what: str) -> None:
             "float32 and let jamp.autocast cast them where they are used. If they are "
             "not trained, scale the loss for the others alone: optax.partition({'train'"
             ": jamp.dynamic_loss_scaling(tx), 'freeze': optax.set_to_zero()}, labels)"
+        )
+
+
+def refuse_narrowed(grads: Any, params: Any) -> None:
+    """Raises for float16 gradients of float32 parameters."""
+    held: list[dict[Any, Any]] = [
+        {path: getattr(leaf, "dtype", None) for path, leaf in tree_leaves_with_path(of)}
+        for of in (grads, params)
+    ]
+    dtypes = {(dtype, held[1].get(path)) for path, dtype in held[0].items()}
+    if (np.dtype(np.float16), np.dtype(np.float32)) in dtypes:
+        raise ScalerError(
+            "the gradients are float16 and the parameters float32, as where autocast "
+            "is around the gradient: differentiate what it returns, "
+            "jamp.value_and_grad(jamp.autocast(loss_fn))"
         )
 
 

@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from numbers import Integral, Number
 from typing import TYPE_CHECKING, Any, Never
 
@@ -15,12 +16,13 @@ import jax.numpy as jnp
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jamp._compat import api_boundary
-from jamp._errors import ScalerError, ScalerTypeError
+from jamp._errors import ScalerError, ScalerTypeError, did_you_mean
 from jamp._loss_scaling.arguments import instances
 from jamp._loss_scaling.arithmetic import scaled
 from jamp._loss_scaling.states import find_scale
 from jamp._tracing.checks import check_function, is_array, wrong_argnums, wrong_loss
 from jamp._tracing.nnx_modules import is_stateful
+from jamp._tracing.options import Arguments
 from jamp._tracing.trace import wraps
 
 if TYPE_CHECKING:
@@ -65,7 +67,7 @@ def value_and_grad(
       ScalerTypeError: the loss is no real scalar, `has_aux` does not fit what `loss_fn`
         returns, or what to differentiate at holds integers.
     """
-    numbers = _checked_numbers(loss_fn, argnums, inputs)
+    numbers = _checked_numbers(loss_fn, argnums, inputs, options)
 
     @wraps(loss_fn)
     def scaled_value_and_grad(
@@ -126,8 +128,11 @@ def _one_scale(opt_state: Any) -> jax.Array:
     return scale
 
 
-def _checked_numbers(loss_fn: Any, argnums: Any, inputs: Sequence[Any]) -> Any:
+def _checked_numbers(
+    loss_fn: Any, argnums: Any, inputs: Sequence[Any], options: dict[str, Any]
+) -> Any:
     """The numbers of arguments, if they are some and a function alone is with them."""
+    _check_options(options)
     numbers: Sequence[Any] = argnums if isinstance(argnums, Sequence) else (argnums,)
     if not all(map(_is_argnum, numbers)):
         if not inputs and isinstance(argnums, str | float | set | None):
@@ -136,6 +141,23 @@ def _checked_numbers(loss_fn: Any, argnums: Any, inputs: Sequence[Any]) -> Any:
         inputs = (argnums, *inputs)
     check_function("value_and_grad", loss_fn, inputs)
     return numbers
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """Raises for what is no option of `jax.value_and_grad`, or of flax.nnx's."""
+    nnx = sys.modules.get("flax.nnx")
+    both = jax.value_and_grad, *([] if nnx is None else [nnx.value_and_grad])
+    known = {name for fn in both for name in inspect.signature(fn).parameters}
+    unknown = sorted(options.keys() - known)
+    if unknown:
+        of_autocast = {field.name for field in fields(Arguments)}
+        hint = did_you_mean(unknown[0], known)
+        if unknown[0] in of_autocast:
+            hint = f"; options of autocast go to jamp.autocast(fn, {unknown[0]}=...)"
+        raise ScalerTypeError(
+            "value_and_grad takes the options of jax.value_and_grad, not "
+            f"{', '.join(unknown)}{hint}"
+        )
 
 
 def _of_arrays(
@@ -155,7 +177,10 @@ def _of_arrays(
             continue  # JAX raises
         leaves = tree_leaves_with_path(args[n])
         numeric = all(is_array(leaf) or isinstance(leaf, Number) for _, leaf in leaves)
-        if not numeric or _has_module_of_equinox(args[n]):
+        of_equinox = _has_module_of_equinox(args[n])
+        if not numeric or of_equinox:
+            if not (of_equinox or any(_is_inexact(leaf) for _, leaf in leaves)):
+                raise _without_arrays(n, args[n])
             held[n] = args[n]
             continue
         for path, leaf in () if allow_int else leaves:
@@ -169,10 +194,6 @@ def _of_arrays(
     if not held:
         return fn, args
 
-    def inexact(leaf: Any) -> Any:
-        floating = is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
-        return leaf if floating else None
-
     def filled(array: Any, leaf: Any) -> Any:
         return leaf if array is None else array
 
@@ -185,8 +206,20 @@ def _of_arrays(
 
     arrays = list(args)
     for n, tree in held.items():
-        arrays[n] = jax.tree.map(inexact, tree)
+        arrays[n] = jax.tree.map(lambda a: a if _is_inexact(a) else None, tree)
     return of_arrays, tuple(arrays)
+
+
+def _without_arrays(n: int, argument: Any) -> ScalerTypeError:
+    return ScalerTypeError(
+        f"argument {n} of the loss, of type {type(argument).__name__}, holds no "
+        "floating arrays to differentiate at: hand over the parameters, as a pytree of "
+        "arrays or a module of flax.nnx or Equinox"
+    )
+
+
+def _is_inexact(leaf: Any) -> bool:
+    return is_array(leaf) and bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
 
 
 def _has_module_of_equinox(tree: Any) -> bool:

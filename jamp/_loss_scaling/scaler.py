@@ -148,8 +148,10 @@ class GradScaler:
                 obj=self,
             )
 
-    def init(self) -> ScalerState:
+    def init(self, *params: Never) -> ScalerState:
         """The state to begin with; a disabled scaler has a scale of 1."""
+        if params:
+            raise torch_calls.no_optimizer()
         return ScalerState(
             scale=jnp.asarray(self.init_scale if self.enabled else 1.0, jnp.float32),
             growth_tracker=jnp.zeros((), jnp.int32),
@@ -280,7 +282,9 @@ class GradScaler:
           ScalerError: the optimizer scales the loss itself, or found_inf is missing.
         """
         tx = arguments.without_multi_steps(tx)
-        second = f"the optimizer comes second: scaler.{_STEP};"
+        second = f"an optax optimizer comes second: scaler.{_STEP};"
+        if isinstance(getattr(tx, "tx", None), optax.GradientTransformation):
+            second += " its tx and its state are what to hand over;"
         expect(isinstance(tx, optax.GradientTransformation), tx, second)
         if arguments.instances(opt_state, ScalerState):
             raise ScalerError(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import wraps
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Never, ParamSpec, TypeVar
 
 from jamp._errors import ScalerTypeError
@@ -26,6 +27,13 @@ def no_device(*given: Any) -> ScalerTypeError:
     return ScalerTypeError(
         "a jamp.GradScaler has no device, and takes its options by name, as in "
         f"GradScaler(init_scale=1024.0): got {', '.join(map(repr, given))}"
+    )
+
+
+def no_optimizer() -> ScalerTypeError:
+    return ScalerTypeError(
+        "a jamp.GradScaler is no optimizer, and its init takes nothing: "
+        "jamp.dynamic_loss_scaling(tx, scaler) makes one of an optimizer and a scaler"
     )
 
 
@@ -81,10 +89,16 @@ def takes_state(
     """
 
     def checking(method: Callable[_P, _R]) -> Callable[_P, _R]:
+        taken = signature(method)
+
         @wraps(method)
         def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             state = args[1] if len(args) > 1 else kwargs.get("state")
             check_state(kind, state, call)
+            try:
+                taken.bind(*args, **kwargs)
+            except TypeError as error:
+                raise ScalerTypeError(f"{error}; call scaler.{call}") from None
             return method(*args, **kwargs)
 
         return checked

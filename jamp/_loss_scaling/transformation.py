@@ -66,7 +66,8 @@ def dynamic_loss_scaling(
         raise ScalerTypeError(_misplaced(list(misplaced)))
     inner = _optimizer(inner)
     known = isinstance(scaler, GradScaler | None)
-    arguments.expect(known, scaler, "scaler must be a jamp.GradScaler,")
+    hint = "scaler must be a jamp.GradScaler, as jamp.GradScaler(init_scale=1024.0) is;"
+    arguments.expect(known, scaler, hint)
     inner = optax.with_extra_args_support(inner)
     scaling = _LossScaling(inner, scaler or GradScaler(), axis_name)
     return optax.GradientTransformationExtraArgs(scaling.init, scaling.update)
@@ -144,6 +145,8 @@ class _LossScaling:
                 "the gradients come first: tx.update(grads, opt_state, params)"
             )
         _check_state(state)
+        if self.scaler.enabled:
+            arguments.refuse_narrowed(updates, params)
         grads, found = self.scaler.unscale(state.scaler_state, updates)
         if "grad" in extra_args:
             unscaled, too = self.scaler.unscale(state.scaler_state, extra_args["grad"])

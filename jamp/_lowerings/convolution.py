@@ -35,7 +35,7 @@ from jamp._lowerings.pictures import (
     ordered,
     rounded,
 )
-from jamp._lowerings.places import by_places
+from jamp._lowerings.places import are_by_rows, by_places
 from jamp._lowerings.processor import this_processor
 from jamp._lowerings.releases import MOVES_BFLOAT16_AS_FLOAT32
 from jamp._lowerings.tiles import has_tiles, into_tiles, makes_tiles, of_tiles
@@ -45,7 +45,8 @@ from jamp._lowerings.tiles import has_tiles, into_tiles, makes_tiles, of_tiles
 _LEAST_REUSED, _LEAST_REUSED_IF_FAST = 256, 64
 _LEAST_FEATURES = 8
 # With AVX512-BF16 alone, of the gradient of weights it is more: its patches lie across.
-_LEAST_REUSED_OF_WEIGHTS = 128
+# It is fewer where these are of rows.
+_LEAST_REUSED_OF_WEIGHTS, _LEAST_REUSED_OF_ROWS = 128, 32
 # With AMX, fewer suffice for the gradient of weights if patches have so many elements
 # that XLA's own leave the cache.
 _LEAST_OF_MANY, _MANY = 32, 2**23
@@ -107,7 +108,7 @@ def _form_of(
     if of_weights and is_gradient_of_depthwise(lhs, rhs, shape):
         return gradient_of_depthwise
     in_groups = shape.feature_group_count > 1 or shape.batch_group_count > 1
-    worth = places and not in_groups and _are_worth(lhs, rhs, shape, window, places)
+    worth = places and not in_groups and _are_worth(lhs, rhs, shape, outs)
     by_window = window <= places and not of_weights
     if not in_groups and has_tiles(rhs, shape, outs):
         reused, into = (rhs.shape[d] for d in shape.dimension_numbers.rhs_spec[:2])
@@ -156,21 +157,24 @@ def _by_places(
     return by_places(pictures, from_bits(moved), shape, outs, to)
 
 
-def _are_worth(lhs: Any, rhs: Any, shape: Shape, window: int, places: int) -> bool:
+def _are_worth(lhs: Any, rhs: Any, shape: Shape, outs: Sequence[int]) -> bool:
     """Whether patches are worth their time."""
+    window, places = _window(rhs, shape), math.prod(outs)
     by_window = window <= places
     strided = not by_window and math.prod(shape.rhs_dilation) > 1
     reused, into = (rhs.shape[d] for d in shape.dimension_numbers.rhs_spec[:2])
     count = min(window, places)
     # Slices of few features take longer to stack than the convolution.
     long = not by_window or into >= _LEAST_FEATURES
-    least = _least_reused(lhs, rhs, shape, by_window, many=count * lhs.size >= _MANY)
+    by_rows = not by_window and are_by_rows(lhs, rhs, shape, outs)
+    many = count * lhs.size >= _MANY
+    least = _least_reused(lhs, rhs, shape, by_window, by_rows=by_rows, many=many)
     worth = long and reused >= least
     return count == 1 or (count <= _MOST_SLICES and (strided or worth))
 
 
 def _least_reused(
-    lhs: Any, rhs: Any, shape: Shape, by_window: bool, *, many: bool
+    lhs: Any, rhs: Any, shape: Shape, by_window: bool, *, by_rows: bool, many: bool
 ) -> int:
     """How many output features each element of a patch has to meet on this processor.
 
@@ -182,10 +186,12 @@ def _least_reused(
         return _LEAST_REUSED_IF_FAST
     # One picture's patches are made at once, and leave the cache themselves.
     alone = many and rhs.shape[numbers.rhs_spec[1]] == 1
-    if not processor.gains or alone:
+    if not processor.gains or (alone and not by_rows):
         return _LEAST_REUSED
-    if not processor.has_amx:
+    if alone or not (processor.has_amx or by_rows):
         return _LEAST_REUSED_OF_WEIGHTS
+    if not processor.has_amx:
+        return _LEAST_REUSED_OF_ROWS
     enough = many and lhs.shape[numbers.lhs_spec[0]] >= _LEAST_OF_MANY
     return _LEAST_OF_MANY if enough else _LEAST_REUSED_IF_FAST
 

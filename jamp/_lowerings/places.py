@@ -37,8 +37,8 @@ def by_places(lhs: Any, rhs: Any, shape: Shape, outs: Sequence[int], to: DType) 
     """
     if math.prod(outs) == 1:
         return _multiply_places(lhs, rhs, to, shape=shape, outs=outs)
-    pictures, of_rows = lhs.shape[0], _are_by_rows(lhs, rhs, shape, outs)
-    numbers = (_of_rows if of_rows else _of_places)(lhs, rhs, outs)
+    pictures, of_rows = lhs.shape[0], are_by_rows(lhs, rhs, shape, outs)
+    numbers = (_of_rows if of_rows else _of_places)(lhs, rhs, shape, outs)
     part = part_of(pictures, numbers // pictures * BFLOAT16.itemsize)
     multiply = partial(
         _multiply_rows if of_rows else _multiply_places, shape=shape, outs=outs
@@ -60,21 +60,24 @@ def by_places(lhs: Any, rhs: Any, shape: Shape, outs: Sequence[int], to: DType) 
     return lax.convert_element_type(total, to)
 
 
-def _are_by_rows(lhs: Any, rhs: Any, shape: Shape, outs: Sequence[int]) -> bool:
+def are_by_rows(lhs: Any, rhs: Any, shape: Shape, outs: Sequence[int]) -> bool:
     """Whether slices are of rows of both operands, which are fewer."""
     plain = shape.rhs_dilation[0] == shape.batch_group_count == 1 < outs[0]
-    return plain and _of_rows(lhs, rhs, outs) < _of_places(lhs, rhs, outs)
+    return plain and _of_rows(lhs, rhs, shape, outs) < _of_places(lhs, rhs, shape, outs)
 
 
-def _of_places(lhs: Any, rhs: Any, outs: Sequence[int]) -> int:
+def _of_places(lhs: Any, rhs: Any, shape: Shape, outs: Sequence[int]) -> int:
     """How many numbers the slices for all places have."""
-    return int(math.prod(outs) * lhs.shape[-1] * math.prod(rhs.shape[:-1]))
+    (batch, *_), (out, *_), _ = shape.dimension_numbers
+    return int(math.prod(outs) * lhs.shape[batch] * rhs.size // rhs.shape[out])
 
 
-def _of_rows(lhs: Any, rhs: Any, outs: Sequence[int]) -> int:
+def _of_rows(lhs: Any, rhs: Any, shape: Shape, outs: Sequence[int]) -> int:
     """How many those for the rows of the result have, and for the places of one row."""
-    features = math.prod(outs[1:]) * lhs.shape[-1] + outs[0] * rhs.shape[-1]
-    return int(features * math.prod(lhs.shape[:2]) * math.prod(rhs.shape[2:-1]))
+    (batch, _, row, *_), (out, into, _, *beside), _ = shape.dimension_numbers
+    features = math.prod(outs[1:]) * lhs.shape[batch] + outs[0] * rhs.shape[out]
+    width = math.prod(rhs.shape[d] for d in (into, *beside))
+    return int(features * lhs.shape[row] * width)
 
 
 def _multiply_rows(

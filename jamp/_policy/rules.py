@@ -1,7 +1,9 @@
 """Rules, and the names that a policy may use: below policies and what reads them."""
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from jamp._compat import primitive_names
 from jamp._dtypes import DType
@@ -25,6 +27,34 @@ class Rule(enum.Enum):
 
 RULE_NAMES = tuple(rule.value for rule in Rule)
 
+# Where torch has a name, what a policy has.
+_RULES_IN_TORCH = {
+    **dict.fromkeys(
+        "bfloat16 bf16 float16 fp16 half lower_precision_fp".split(), "lower"
+    ),
+    **dict.fromkeys("float fp32".split(), "float32"),
+    "widest": "promote",
+}
+_IN_TORCH = {
+    **dict.fromkeys("addmm baddbmm bmm einsum linear matmul mm".split(), "dot_general"),
+    **dict.fromkeys("conv1d conv2d conv3d".split(), "conv_general_dilated"),
+    "cross_entropy": "optax.losses.softmax_cross_entropy",
+    "gelu": "jax.nn.gelu",
+    "group_norm": "flax.linen.GroupNorm",
+    "layer_norm": "flax.linen.LayerNorm",
+    "log_softmax": "jax.nn.log_softmax",
+    "mean": "jax.numpy.mean",
+    "norm": "jax.numpy.linalg.norm",
+    "prod": "reduce_prod",
+    "relu": "jax.nn.relu",
+    "rms_norm": "flax.linen.RMSNorm",
+    "sigmoid": "logistic",
+    "silu": "jax.nn.silu",
+    "softmax": "jax.nn.softmax",
+    "softplus": "jax.nn.softplus",
+    "sum": "reduce_sum",
+}
+
 # `c / x` has no primitive of its own; torch routes it through reciprocal.
 RECIPROCAL = "reciprocal"
 
@@ -43,7 +73,7 @@ class Unsafe:
 def to_rule(name: str) -> Rule:
     """The rule of this name, or a PolicyError that lists the names there are."""
     if name not in RULE_NAMES:
-        hint = did_you_mean(name, RULE_NAMES)
+        hint = _instead(name, _RULES_IN_TORCH) or did_you_mean(name, RULE_NAMES)
         raise PolicyError(
             f"unknown rule {name!r}{hint} (rules are {', '.join(RULE_NAMES)})"
         )
@@ -54,5 +84,11 @@ def check_primitive(name: str) -> str:
     """The name, if a policy may list it as a primitive."""
     known = primitive_names() | {RECIPROCAL}
     if name not in known:
-        raise PolicyError(f"unknown primitive {name!r}{did_you_mean(name, known)}")
+        hint = _instead(name, _IN_TORCH) or did_you_mean(name, known)
+        raise PolicyError(f"unknown primitive {name!r}{hint}")
     return name
+
+
+def _instead(name: Any, names: Mapping[str, str]) -> str:
+    known = isinstance(name, str) and name in names
+    return f"; did you mean {names[name]!r}?" if known else ""

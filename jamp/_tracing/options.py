@@ -5,7 +5,7 @@ caches on.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import jax
@@ -26,6 +26,13 @@ class Options:
     enabled: bool = True
     cache_enabled: bool = True
     source: str = "region with enabled=False"  # of a disabled one, for people to read
+    # Whether they are those of a function that nothing is around.
+    outermost: bool = field(default=False, compare=False)
+
+    @property
+    def run_as_written(self) -> bool:
+        """Whether they are those of a function that runs without being traced."""
+        return self.outermost and not self.enabled
 
 
 # Device types of torch's for which there is no policy.
@@ -91,7 +98,12 @@ class Arguments:
         if dtype is None:
             dtype = policy.dtype
         return Options(
-            policy, dtype, kind, bool(self.enabled), bool(self.cache_enabled)
+            policy,
+            dtype,
+            kind,
+            bool(self.enabled),
+            bool(self.cache_enabled),
+            outermost=outer is None,
         )
 
     def _low_dtype(self) -> DType | None:

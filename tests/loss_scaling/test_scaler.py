@@ -184,7 +184,8 @@ def test_hysteresis_backs_off_after_overflows_in_a_row():
         ([jnp.array(False), jnp.array(True)], True),
         ({"generator": jnp.array(False), "critic": jnp.array(False)}, False),
         (jnp.array([False, True, False]), True),
-        (np.float32(2.0), True),
+        (np.float32(1.0), True),
+        (np.int32(2), True),
         (0.0, False),
     ],
 )

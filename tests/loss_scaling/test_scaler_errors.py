@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from scaler_reference import bits, same, state_of
 
 import jamp
@@ -223,3 +224,35 @@ def test_an_optimizer_that_scales_losses_is_not_wrapped_again(place):
     NESTED[place](SGD).init(params)
     with pytest.raises(ScalerError, match="unscale gradients twice"):
         scaling(NESTED[place](scaling(SGD))).init(params)
+
+
+def test_a_step_without_found_inf_shows_its_arguments():
+    scaler = GradScaler()
+    with pytest.raises(ScalerTypeError, match=r"missing.*'params'; call scaler.step"):
+        scaler.step(scaler.init(), SGD, W, SGD.init(W), W)
+
+
+def test_what_holds_an_optimizer_is_told_to_hand_it_over():
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, SGD, wrt=nnx.Param)
+    scaler = GradScaler()
+    with pytest.raises(ScalerTypeError, match=r"its tx and its state.*got Optimizer"):
+        scaler.step(scaler.init(), optimizer, W, False, None, W)
+
+
+@pytest.mark.parametrize("kind", [np.float32, jnp.float32])
+def test_a_scale_that_is_an_array_is_no_found_inf(kind):
+    scaler = GradScaler()
+    with pytest.raises(ScalerTypeError, match="a scale to set is new_scale"):
+        scaler.update(scaler.init(), kind(1024))
+
+
+def test_a_state_in_place_of_a_number_is_not_printed():
+    scaler = GradScaler()
+    state = jamp.dynamic_loss_scaling(SGD, scaler).init(W)
+    for refused in (
+        lambda: scaler.update(scaler.init(), new_scale=state),
+        lambda: jamp.diagnose(jnp.sum, loss_scale=state)(W),
+    ):
+        with pytest.raises(TypeError, match="got one of type DynamicLossScalingState"):
+            refused()

@@ -65,6 +65,9 @@ def test_the_rule_of_a_primitive(primitive, gpu, cpu):
     "asked, told",
     [
         ("dot_generla", "unknown primitive 'dot_generla'; did you mean 'dot_general'?"),
+        ("matmul", "unknown primitive 'matmul'; did you mean 'dot_general'?"),
+        ("conv2d", "did you mean 'conv_general_dilated'?"),
+        ("softmax", "did you mean 'jax.nn.softmax'?"),
         ("jax.nn.softmax", r"jax.nn.softmax is a function.*rule\(function=...\)"),
         (jax.nn.softmax, r"softmax is a function.*rule\(function=...\)"),
     ],
@@ -219,6 +222,7 @@ def test_a_banned_function_or_primitive_raises():
     "rules, words",
     [
         ({"lowr": ["exp"]}, ["lowr", "lower"]),
+        ({"float16": ["exp"]}, ["float16", "did you mean 'lower'?"]),
         ({"lower": ["expp"]}, ["unknown primitive", "expp", "dotted names"]),
         ({"lower": ["softmax"]}, ["unknown primitive", "as in jax.nn.softmax"]),
         ({"lower": ["jax.nn.no_such_function"]}, ["jax.nn.no_such_function"]),

@@ -320,3 +320,27 @@ def test_backward_of_a_region_runs_in_its_dtypes():
     found = matmul_dtypes(traced(jax.grad(gpu(fn)), x44))
     assert found.count((F32, F32)) == 3
     assert found.count((F16, F16)) == 3
+
+
+def as_written_around_a_region(x):
+    with jamp.autocast(device_type="cpu"):
+        return x @ x
+
+
+@pytest.mark.parametrize("wrap", [jamp.autocast, jamp.explain, jamp.diagnose])
+def test_a_region_in_a_function_that_runs_as_written_says_how_to_switch_both(wrap):
+    fn = wrap(as_written_around_a_region, device_type="cpu", enabled=False)
+    with pytest.raises(jamp.AutocastError, match=r"enabled=jamp.is_autocast_enabled"):
+        fn(jnp.eye(4))
+
+
+def test_a_region_can_be_switched_by_what_is_around_it():
+    def fn(x):
+        with jamp.autocast(device_type="cpu", enabled=jamp.is_autocast_enabled()):
+            return x @ x
+
+    x = jnp.eye(4)
+    assert fn(x).dtype == jnp.float32
+    for enabled, dtype in ((False, jnp.float32), (True, jnp.bfloat16)):
+        cast = jamp.autocast(fn, device_type="cpu", enabled=enabled)
+        assert cast(x).dtype == dtype
