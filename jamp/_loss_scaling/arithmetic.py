@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -18,6 +19,8 @@ from jamp.pallas_kernels.unscale.reference import unscaled
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+_noted: ContextVar[list[Any] | None] = ContextVar("noted", default=None)
 
 
 def outside_of_autocast(fn: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -38,7 +41,23 @@ def scaled(scale: jax.Array, outputs: Any) -> Any:
         times_scale = array.astype(wide) * jnp.asarray(scale, wide)
         return times_scale.astype(array.dtype if keeps else wide)
 
-    return jax.tree.map(times, outputs)
+    found = jax.tree.map(times, outputs)
+    noted = _noted.get()
+    if noted is not None:
+        noted.extend(jax.tree.leaves(found))
+    return found
+
+
+def noting_scaled(
+    fn: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs
+) -> tuple[_R, list[Any]]:
+    """What a function returns, and the arrays that were scaled meanwhile."""
+    noted: list[Any] = []
+    token = _noted.set(noted)
+    try:
+        return fn(*args, **kwargs), noted
+    finally:
+        _noted.reset(token)
 
 
 def times(tree: Any, factor: jax.Array) -> Any:

@@ -18,7 +18,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 from jamp._compat import api_boundary
 from jamp._errors import ScalerError, ScalerTypeError, did_you_mean
 from jamp._loss_scaling.arguments import instances
-from jamp._loss_scaling.arithmetic import scaled
+from jamp._loss_scaling.arithmetic import noting_scaled, scaled
 from jamp._loss_scaling.states import find_scale
 from jamp._tracing.checks import check_function, is_array, wrong_argnums, wrong_loss
 from jamp._tracing.nnx_modules import is_stateful
@@ -63,7 +63,7 @@ def value_and_grad(
       the optimizer's update.
 
     Raises:
-      ScalerError: `opt_state` holds no loss scale, or several.
+      ScalerError: `opt_state` holds no loss scale, or several; or the loss is scaled.
       ScalerTypeError: the loss is no real scalar, `has_aux` does not fit what `loss_fn`
         returns, or what to differentiate at holds integers.
     """
@@ -77,8 +77,8 @@ def value_and_grad(
 
         @wraps(loss_fn)
         def with_scale(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-            value = loss_fn(*args, **kwargs)
-            loss = _loss_in(value, has_aux, options.get("holomorphic", False))
+            value, before = noting_scaled(loss_fn, *args, **kwargs)
+            loss = _loss_in(value, before, has_aux, options.get("holomorphic", False))
             return scaled(scale, loss), value
 
         if isinstance(inspect.unwrap(loss_fn), functools.partial):
@@ -227,11 +227,19 @@ def _has_module_of_equinox(tree: Any) -> bool:
     return equinox is not None and bool(instances(tree, equinox.Module))
 
 
-def _loss_in(value: Any, has_aux: bool, holomorphic: bool) -> Any:
+def _loss_in(
+    value: Any, scaled_before: Sequence[Any], has_aux: bool, holomorphic: bool
+) -> Any:
     wrong = wrong_loss(value, has_aux, holomorphic)
     if wrong:
         raise ScalerTypeError(wrong)
-    return value[0] if has_aux else value
+    loss = value[0] if has_aux else value
+    if any(loss is array for array in scaled_before):
+        raise ScalerError(
+            "the loss is scaled already, by jamp.scale_loss or a scaler: "
+            "value_and_grad scales it itself, so hand it the loss as it is"
+        )
+    return loss
 
 
 def _value_and_grad_for(*arguments: Any) -> Callable[..., Any]:

@@ -101,23 +101,6 @@ def test_an_integer_to_differentiate_at_is_named():
     np.testing.assert_array_equal(grads["w"], [48.0, 48.0])
 
 
-class Model:
-    def __init__(self):
-        self.w = W
-
-    def __call__(self):
-        return jnp.sum(self.w)
-
-
-@pytest.mark.parametrize(
-    ("argument", "kind"), [(Model(), "Model"), ("train", "str"), ([len, "a"], "list")]
-)
-def test_what_holds_no_arrays_to_differentiate_at_is_refused(argument, kind):
-    message = f"argument 0 of the loss, of type {kind}, holds no floating arrays"
-    with pytest.raises(ScalerTypeError, match=message):
-        jamp.value_and_grad(lambda model: jnp.sum(W))(state_of(8.0), argument)
-
-
 @pytest.mark.parametrize(
     ("option", "hint"),
     [
@@ -129,6 +112,18 @@ def test_what_holds_no_arrays_to_differentiate_at_is_refused(argument, kind):
 def test_an_option_that_jax_lacks_is_refused_at_once(option, hint):
     with pytest.raises(ScalerTypeError, match=hint):
         jamp.value_and_grad(jnp.sum, **{option: True})
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_a_loss_that_is_scaled_already_is_refused(has_aux):
+    state = state_of(8.0)
+
+    def scaled(w):
+        loss = jamp.scale_loss(jnp.sum(w), state)
+        return (loss, w) if has_aux else loss
+
+    with pytest.raises(ScalerError, match="scaled already"):
+        jamp.value_and_grad(scaled, has_aux=has_aux)(state, W)
 
 
 def test_float16_gradients_of_float32_parameters_name_the_order_of_transforms():

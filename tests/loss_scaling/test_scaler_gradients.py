@@ -344,3 +344,30 @@ def test_a_jit_around_value_and_grad_finds_the_arguments_that_it_names():
     assert value == 4.0
     assert grads.shape == (4, 4)
     assert w.is_deleted()
+
+
+class Model:
+    """What holds parameters, and is neither a pytree nor a module."""
+
+    w = np.ones(2, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("argument", "kind"), [(Model(), "Model"), ("train", "str"), ([len, "a"], "list")]
+)
+def test_what_holds_no_arrays_to_differentiate_at_is_refused(argument, kind):
+    message = f"argument 0 of the loss, of type {kind}, holds no floating arrays"
+    with pytest.raises(jamp.ScalerTypeError, match=message):
+        jamp.value_and_grad(lambda model: jnp.sum(Model.w))(state_of(8.0), argument)
+
+
+def test_a_loss_of_scaled_gradients_is_taken():
+    w, state = jnp.array([1.0, 2.0]), state_of(8.0)
+
+    def penalty(w):
+        inner = jax.grad(lambda w: jamp.scale_loss(jnp.sum(w**3), state))(w)
+        return jnp.sum((inner / 8) ** 2)
+
+    value, grads = jamp.value_and_grad(penalty)(state, w)
+    assert value == 9 + 144
+    np.testing.assert_allclose(grads, 8 * 36 * w**3)

@@ -306,12 +306,13 @@ class Readers:
         return rounds and alone and not kept and bool(made & self.wide.keys())
 
     def _is_stream(self, action: Bind | Structural, made: set[int]) -> bool:
-        """Whether a sum goes on through sums, as that of a block and its input does.
+        """Whether a sum goes on through sums, and is read beside them.
 
-        A GPU would write the float32 for all that reads it.
+        As that of a block and its input is: a GPU would write its float32 for both.
         """
-        on_cpu = action.caster.options.device_type == "cpu"
-        return not on_cpu and not made.isdisjoint(self._added)
+        if action.caster.options.device_type == "cpu":
+            return False
+        return any(self._counts[number] > 1 for number in made & self._added)
 
     def _add_operands(self, action: Bind | Structural, lows: set[int]) -> Sequence[str]:
         """Adds which 16 bits an equation needs, and what its programs take wide.
