@@ -120,7 +120,9 @@ class Walk:
     def _cond(self, eqn: JaxprEqn, operands: Values) -> list[Tracked]:
         index, branches = int(operands[0].pair.computed), eqn.params["branches"]
         taken = min(max(index, 0), len(branches) - 1)
-        return self._inside(eqn).run(branches[taken], operands[1:])
+        # As a whole it counts for one.
+        inside = replace(self._inside(eqn), advance=lambda: None)
+        return inside.run(branches[taken], operands[1:])
 
     def _scan(self, eqn: JaxprEqn, operands: Values) -> list[Tracked]:
         start, count = scan_counts(eqn.params)

@@ -63,7 +63,7 @@ def new_scale_of(old: jax.Array, value: Any) -> jax.Array:
     if isinstance(value, jax.Array):
         array = value.astype(jnp.float32)
         return jnp.where((array > 0) & jnp.isfinite(array), array, old)
-    if not 0 < value <= LARGEST:
+    if not 0 < np.float32(min(value, LARGEST)) or not value <= LARGEST:
         raise ScalerError(
             f"new_scale must be positive and finite in float32, got {value}"
         )

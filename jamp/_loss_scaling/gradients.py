@@ -19,7 +19,7 @@ from jamp._compat import api_boundary
 from jamp._errors import ScalerError, ScalerTypeError, did_you_mean
 from jamp._loss_scaling.arguments import instances
 from jamp._loss_scaling.arithmetic import noting_scaled, scaled
-from jamp._loss_scaling.states import find_scale
+from jamp._loss_scaling.states import find_scale, refuse_stack
 from jamp._tracing.checks import check_function, is_array, wrong_argnums, wrong_loss
 from jamp._tracing.nnx_modules import is_stateful
 from jamp._tracing.options import Arguments
@@ -119,12 +119,7 @@ def _one_scale(opt_state: Any) -> jax.Array:
             "value_and_grad(loss_fn)(opt_state, params, ...)"
         )
     scale = find_scale(opt_state, "; the first argument is opt_state")
-    if shape := jnp.shape(scale):
-        raise ScalerError(
-            f"opt_state holds a stack of loss scales, of shape {shape}, as that of "
-            "several devices or models does: call this inside the jax.pmap or jax.vmap "
-            "over them, or give it one of the states"
-        )
+    refuse_stack(scale)
     return scale
 
 

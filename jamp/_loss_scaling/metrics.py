@@ -8,7 +8,11 @@ import jax.numpy as jnp
 
 from jamp._dtypes import widened
 from jamp._loss_scaling.arithmetic import outside_of_autocast, over_axes
-from jamp._loss_scaling.states import DynamicLossScalingState, find_state
+from jamp._loss_scaling.states import (
+    DynamicLossScalingState,
+    find_state,
+    refuse_stack,
+)
 
 
 @outside_of_autocast
@@ -53,6 +57,8 @@ def metrics(
         counters = ("last_step_skipped", "skipped_steps", "total_steps")
         found = {name: getattr(state, name) for name in counters}
         state = state.scaler_state
+    if grads is not None:
+        refuse_stack(state.scale)
     found = {"loss_scale": state.scale, "growth_tracker": state.growth_tracker, **found}
     arrays = {name: jnp.asarray(value) for name, value in found.items()}
     axes = tuple(axis_name) if isinstance(axis_name, list) else axis_name

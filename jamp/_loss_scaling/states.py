@@ -92,6 +92,16 @@ def find_scale(tree: Any, hint: str = "") -> jax.Array:
     return jnp.asarray(state.scale)
 
 
+def refuse_stack(scale: jax.Array) -> None:
+    """Raises for the scales of several states in one array."""
+    if shape := jnp.shape(scale):
+        raise ScalerError(
+            f"opt_state holds a stack of loss scales, of shape {shape}, as that of "
+            "several devices or models does: call this inside the jax.pmap or jax.vmap "
+            "over them, or give it one of the states"
+        )
+
+
 _AROUND = {
     optax.MultiStepsState: (
         "optax.MultiSteps",

@@ -50,6 +50,7 @@ _LEAST_REUSED_OF_WEIGHTS, _LEAST_REUSED_OF_ROWS = 128, 32
 # With AMX, fewer suffice for the gradient of weights if patches have so many elements
 # that XLA's own leave the cache.
 _LEAST_OF_MANY, _MANY = 32, 2**23
+# Of more, programs get too long.
 _MOST_SLICES = 64
 # So are patches of so many elements that XLA needs no slices for.
 _LEAST_IN_TILES = 128
@@ -234,6 +235,9 @@ def _by_phases(lhs: Any, rhs: Any, shape: Shape, to: DType) -> Any:
     phased = features >= _LEAST_PHASED and math.prod(dilations) <= _MOST_SLICES
     if not phased and makes_tiles(rhs, shape):
         return into_tiles(lhs, rhs, shape, outs, to)
+    window = [rhs.shape[d] for d in shape.dimension_numbers.rhs_spec[2:]]
+    if math.prod(map(min, dilations, window)) > _MOST_SLICES:
+        return _by_xla(lhs, rhs, shape, to)
     rounds = [-(-size // d) for size, d in zip(outs, dilations, strict=True)]
     stacked = jnp.stack(
         [

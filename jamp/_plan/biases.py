@@ -25,6 +25,9 @@ from jamp._plan.values import Value, Values
 # array of many programs, as the scores of a vocabulary are.
 _MOST = 2**22
 
+# What is between a product and its bias, and is the same in float32.
+_MOVES = (_primitives.MOVEMENT - {"convert_element_type"}) | {"split"}
+
 Dims = tuple[int, ...]
 
 
@@ -43,34 +46,30 @@ def product_and_bias(x: Value, y: Value) -> Value | None:
     return None
 
 
-def before_rounding(product: Value, plan: Plan) -> Value | None:
-    """A product of a plan, moved or not, in the float32 that it is rounded from.
+def keep_float32(product: Value, plan: Plan) -> Value | None:
+    """Has a plan keep the float32 that a product, moved or not, is rounded from.
 
-    None if it stands in another plan, is one of JAX's own, or large.
+    Returns:
+      That; None if it stands in another plan, is one of JAX's own, or large.
     """
-    size = size_of(product.aval.shape)
-    if size is not None and size <= _MOST:
-        return _before_rounding(product, plan)
-    return None
-
-
-def _before_rounding(value: Value, plan: Plan) -> Value | None:
-    if value.number in plan.float32_of_products:
-        return plan.float32_of_products[value.number]
-    action = plan.makers.get(value.number)
+    if product.number in plan.float32_of_products:
+        return plan.float32_of_products[product.number]
+    action = plan.makers.get(product.number)
     if not isinstance(action, Bind):
         return None
     name = action.eqn.primitive.name
     made = [Value.of(v.aval, FLOAT32, v.traits) for v in action.results]
     if has_own_product(name, action.operand_dtypes or (FLOAT32,) * 2):
+        size = size_of(product.aval.shape)
+        if size is None or size > _MOST:
+            return None
         at = plan.actions.index(action)
         rounds = Cast(tuple(made), action.results, action.caster)
         plan.actions[at : at + 1] = [replace(action, results=made), rounds]
     else:
         source = None
-        moves = name in _primitives.MOVEMENT or name == "split"
-        if moves and len(action.operands) == 1:
-            source = _before_rounding(action.operands[0], plan)
+        if name in _MOVES and len(action.operands) == 1:
+            source = keep_float32(action.operands[0], plan)
         if source is None:
             return None
         taken = (source,)
@@ -80,7 +79,7 @@ def _before_rounding(value: Value, plan: Plan) -> Value | None:
         plan.actions.insert(plan.actions.index(action), moved_wide)
     numbers = [v.number for v in action.results]
     plan.float32_of_products.update(zip(numbers, made, strict=True))
-    return plan.float32_of_products[value.number]
+    return plan.float32_of_products[product.number]
 
 
 def bias_dims(

@@ -11,7 +11,7 @@ from jamp import _dtypes, _primitives
 from jamp._dtypes import FLOAT32, DType
 from jamp._equations import holds_program
 from jamp._lowerings.hook import has_own_primitive, has_own_product
-from jamp._plan.biases import before_rounding, bias_dims, moved, product_and_bias
+from jamp._plan.biases import bias_dims, keep_float32, moved, product_and_bias
 from jamp._plan.dtypes import Dtypes, choose, result_dtypes
 from jamp._plan.plan import Bind, Broadcast, Equation
 from jamp._plan.products import adds_nothing, explicit_precision
@@ -52,7 +52,7 @@ def _plan_layer(equation: Equation) -> list[Value] | None:
     if not (promotes and castable and caster.options.device_type == "cpu"):
         return None
     product = product_and_bias(*operands)
-    wide = product and before_rounding(product, caster.plan)
+    wide = product and keep_float32(product, caster.plan)
     if not (product and wide):
         return None
     taken = [wide if value is product else value for value in operands]

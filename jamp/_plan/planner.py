@@ -257,10 +257,11 @@ class _Planner:
                 context = context._replace(forced=ruling)
         self._callers.append(eqn)
         caster = Caster(record, context.region, env.plan, (*env.callers, eqn))
-        results = rule(
-            Equation(eqn, operands, context, caster, self.inner, self.inline)
-        )
-        self._callers.pop()
+        equation = Equation(eqn, operands, context, caster, self.inner, self.inline)
+        try:
+            results = rule(equation)
+        finally:
+            self._callers.pop()
         record.results = tuple([v.dtype for v in results])
         record.returns = tuple([Returned(v.number, (v.dtype,)) for v in results])
         env.bind(eqn.outvars, results)

@@ -13,6 +13,7 @@ import pytest
 from diagnosed import EYE, X, diagnose, line_of, mean, product, square
 
 import jamp
+from jamp._diagnose import entry
 
 
 def test_a_diagnosis_is_data():
@@ -155,6 +156,21 @@ def test_without_rich_progress_is_a_plain_line(capsys, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "rich.progress", None)
     jamp.diagnose(product, device_type="gpu", progress=True)(X)
     assert re.search(r"diagnosing: (\d+) of \1 operations", capsys.readouterr().err)
+
+
+def test_progress_ends_where_the_program_does(capsys, monkeypatch):
+    """A branch counts for one operation, as a loop does."""
+    monkeypatch.setitem(__import__("sys").modules, "rich.progress", None)
+    monkeypatch.setattr(entry, "_EVERY", 1)
+
+    def fn(x):
+        x = jax.lax.cond(x[0, 0] > 0, lambda x: jnp.sin(jnp.cos(x)) + 1, jnp.tanh, x)
+        return x @ x
+
+    jamp.diagnose(fn, device_type="gpu", progress=True)(X)
+    shown = re.findall(r"(\d+) of (\d+) operations", capsys.readouterr().err)
+    assert shown
+    assert all(int(done) <= int(total) for done, total in shown)
 
 
 @pytest.mark.parametrize(

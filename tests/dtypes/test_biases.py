@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jaxprs import equations, traced
 from tables import check_each
 
 import jamp
@@ -361,3 +362,23 @@ def test_positions_far_apart_are_told_apart(device):
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=0.02), actual, expected
     )
+
+
+def test_a_cast_between_a_product_and_its_bias_is_made():
+    def fn(x, w, b):
+        product = x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)
+        return product.astype(jnp.float16) + b
+
+    args = jnp.ones((4, 8)), jnp.ones((8, 8)), jnp.full(8, 0.5)
+    found = jamp.autocast(fn, device_type="cpu")(*args)
+    assert found.dtype == jnp.float16
+    np.testing.assert_array_equal(found, np.full((4, 8), 8.5))
+
+
+def test_a_piece_of_a_large_product_is_rounded_with_the_product():
+    """Else the largest array of a program would be float32 for a part of it."""
+    shapes = (4096, 64), (64, 4096), (128,)
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    fn = jamp.autocast(lambda x, w, b: (x @ w)[:, :128] + b, device_type="cpu")
+    products = [e for e in equations(traced(fn, *args)) if "dot" in e.primitive.name]
+    assert [e.outvars[0].aval.dtype for e in products] == [jnp.bfloat16]

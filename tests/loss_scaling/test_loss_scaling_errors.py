@@ -81,6 +81,9 @@ def test_a_stack_of_states_is_no_state_of_one_loss():
     states = jax.tree.map(lambda leaf: jnp.stack([leaf] * 4), state_of(8.0))
     with pytest.raises(ScalerError, match=r"loss scales, of shape \(4,\), .* jax.pmap"):
         jamp.value_and_grad(jnp.sum)(states, W)
+    with pytest.raises(ScalerError, match=r"loss scales, of shape \(4,\), .* jax.pmap"):
+        jamp.metrics(states, W)
+    assert jamp.metrics(states)["loss_scale"].shape == (4,)
 
 
 def test_a_loss_that_is_none_is_not_scaled():

@@ -250,6 +250,24 @@ def test_what_parts_are_written_to_is_not_there_when_the_program_begins():
     assert temporary_bytes(cast(network), x, w) < 1.5 * wide
 
 
+@pytest.mark.usefixtures("amx")
+def test_of_many_phases_a_program_stays_short():
+    x, w = jnp.ones((1, 3, 3, 5)), jnp.ones((64, 64, 5, 5))
+
+    def upsampled(x, w):
+        return lax.conv_general_dilated(
+            x,
+            w,
+            (1, 1),
+            [(63, 63)] * 2,
+            lhs_dilation=(32, 32),
+            dimension_numbers=NHWC,
+        )
+
+    text = jax.jit(cast(upsampled)).lower(x, w).as_text()
+    assert text.count("stablehlo.convolution") == 1
+
+
 def convolved_twice(w, x):
     options = dict(window_strides=(2, 2), padding="SAME", dimension_numbers=NHWC)
     x = jax.nn.relu(lax.conv_general_dilated(x, w, **options))
