@@ -35,6 +35,8 @@ Kind = Literal["loss_scale", "function", "scope", "primitive", "region", "dtype"
 
 @dataclass(frozen=True)
 class Change:
+    """One change to what is diagnosed, that may cure it."""
+
     kind: Kind
     value: Any  # the new scale or dtype, or what a rule or region is for
     reason: str = field(compare=False)  # why, in words

@@ -53,6 +53,8 @@ _SUMMED = _ADDED | SUMS | MOVEMENT | {"div", "mul"}
 
 
 class Fault(NamedTuple):
+    """What is wrong with an operation."""
+
     kind: str  # `'overflow'`, `'underflow'`, `'precision'` or `'float32'`
     measured: Measured | None  # None if an argument or a constant is not finite
     spoils: bool = False  # whether a later operation makes inf or NaN of it
@@ -183,6 +185,8 @@ def _largest(outputs: Iterable[Measured], through: Collection[str]) -> float:
 
 @dataclass(frozen=True)
 class Examination:
+    """A run of a program beside float32, and what was found in it."""
+
     settings: Settings  # how it was run
     measured: list[Measured]  # its operations
     outcomes: list[Outcome]  # its results

@@ -48,6 +48,8 @@ class Program:
 
 @dataclass(frozen=True)
 class Subject:
+    """A call that is diagnosed: a function, and its arguments as leaves."""
+
     fn: Callable[..., Any]  # the function, of arrays where the user's has modules
     leaves: list[Any]  # leaves of its arguments
     tree: Any  # their structure

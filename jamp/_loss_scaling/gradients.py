@@ -59,11 +59,11 @@ def value_and_grad(
 
     Returns:
       A function of `opt_state` (as for `jamp.loss_scale`) and the arguments of
-      `loss_fn`. It returns the value, not scaled, and the gradients, scaled: ready for
-      the optimizer's update.
+      `loss_fn`: the value, not scaled, and gradients, scaled for `tx.update`.
 
     Raises:
       ScalerError: `opt_state` holds no loss scale, or several; or the loss is scaled.
+      AutocastTypeError: `loss_fn` is no function, or `argnums` no argument's number.
       ScalerTypeError: the loss is no real scalar, `has_aux` does not fit what `loss_fn`
         returns, or what to differentiate at holds integers.
     """

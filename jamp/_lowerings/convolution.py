@@ -1,9 +1,9 @@
 """Convolutions of 16-bit arrays; on CPUs as matrix products where these are faster.
 
 XLA has no 16-bit convolutions for CPUs, but products: patches of the pictures times the
-weights. Writing the patches costs as much as some 200 multiplications with each of
-their elements, so that it depends on the shapes what is faster. Convolutions of each
-feature by itself are sums; see docs/experiments.md.
+weights (im2col). Writing the patches costs as much as some 200 multiplications with
+each of their elements, so that it depends on the shapes what is faster. Convolutions of
+each feature by itself are sums; see docs/experiments.md.
 """
 
 import itertools
@@ -27,7 +27,7 @@ from jamp._lowerings.depthwise import (
 )
 from jamp._lowerings.patches import by_windows
 from jamp._lowerings.pictures import (
-    Shape,
+    ConvParams,
     arranged,
     as_bits,
     from_bits,
@@ -45,14 +45,14 @@ from jamp._lowerings.tiles import has_tiles, into_tiles, makes_tiles, of_tiles
 _LEAST_REUSED, _LEAST_REUSED_IF_FAST = 256, 64
 _LEAST_FEATURES = 8
 # With AVX512-BF16 alone, of the gradient of weights it is more: its patches lie across.
-# It is fewer where these are of rows.
-_LEAST_REUSED_OF_WEIGHTS, _LEAST_REUSED_OF_ROWS = 128, 32
+# It is fewer where its slices are of rows.
+_LEAST_REUSED_BY_PLACES, _LEAST_REUSED_BY_ROWS = 128, 32
 # With AMX, fewer suffice for the gradient of weights if patches have so many elements
 # that XLA's own leave the cache.
 _LEAST_OF_MANY, _MANY = 32, 2**23
 # Of more, programs get too long.
 _MOST_SLICES = 64
-# So are patches of so many elements that XLA needs no slices for.
+# Tiles, which need no slices, are worth theirs if a patch has so many elements.
 _LEAST_IN_TILES = 128
 # Of fewer features of the result, phases take longer than moving its tiles.
 _LEAST_PHASED = 16
@@ -66,28 +66,28 @@ def _convolve_on_cpu(
     XLA convolves in float32, and need not have the pictures rounded that are at hand as
     they were. Weights are: they may be stored so.
     """
-    shape, to = Shape.of(params), params["preferred_element_type"]
+    conv, to = ConvParams.of(params), params["preferred_element_type"]
     sizes = [*lhs.shape, *rhs.shape]
     known = all(isinstance(size, int) and size > 0 for size in sizes)
     # On several devices each would take patches of all pictures.
     parts = taken.whole and this_processor().of_x86
     if lhs.dtype == BFLOAT16 and parts and known:
-        if all(d == 1 for d in shape.lhs_dilation):
-            return _convolved(lhs, rhs, shape, to, taken.wide[0])
-        if all(s == 1 for s in (*shape.window_strides, *shape.rhs_dilation)):
-            return _by_phases(lhs, rhs, shape, to)
-    return _by_xla(taken.wide[0], rhs, shape, to, params["out_sharding"])
+        if all(d == 1 for d in conv.lhs_dilation):
+            return _convolved(lhs, rhs, conv, to, taken.wide[0])
+        if all(s == 1 for s in (*conv.window_strides, *conv.rhs_dilation)):
+            return _by_phases(lhs, rhs, conv, to)
+    return _by_xla(taken.wide[0], rhs, conv, to, params["out_sharding"])
 
 
-def _convolved(lhs: Any, rhs: Any, shape: Shape, to: DType, wide: Any) -> Any:
+def _convolved(lhs: Any, rhs: Any, conv: ConvParams, to: DType, wide: Any) -> Any:
     """A convolution without a dilated left operand."""
-    outs = _out_sizes(lhs, rhs, shape)
-    form = _form_of(lhs, rhs, shape, outs)
+    outs = _out_sizes(lhs, rhs, conv)
+    form = _form_of(lhs, rhs, conv, outs)
     if form is _by_xla:
-        return _by_xla(wide, rhs, shape, to)
+        return _by_xla(wide, rhs, conv, to)
     if form not in (_by_windows, _by_places):
-        return form(wide, rhs, shape, outs, to)
-    count = _window(rhs, shape) if form is _by_windows else math.prod(outs)
+        return form(wide, rhs, conv, outs, to)
+    count = _window(rhs, conv) if form is _by_windows else math.prod(outs)
     if count == 1:
         pictures = lhs
     else:
@@ -95,26 +95,26 @@ def _convolved(lhs: Any, rhs: Any, shape: Shape, to: DType, wide: Any) -> Any:
         # padded in two ways. Where it moves 16 bits as float32, it rounds them all
         # anyway.
         pictures = rounded(wide) if MOVES_BFLOAT16_AS_FLOAT32 else wide
-    return form(pictures, rhs, shape, outs, to)
+    return form(pictures, rhs, conv, outs, to)
 
 
 def _form_of(
-    lhs: Any, rhs: Any, shape: Shape, outs: Sequence[int]
+    lhs: Any, rhs: Any, conv: ConvParams, outs: Sequence[int]
 ) -> Callable[..., Any]:
     """What computes a convolution without a dilated left operand."""
-    window, places = _window(rhs, shape), math.prod(outs)
-    if places and is_depthwise(lhs, rhs, shape) and window <= _MOST_SLICES:
+    window, places = _window(rhs, conv), math.prod(outs)
+    if places and is_depthwise(lhs, rhs, conv) and window <= _MOST_SLICES:
         return depthwise
-    of_weights = shape.batch_group_count > 1 and 0 < places <= _MOST_SLICES
-    if of_weights and is_gradient_of_depthwise(lhs, rhs, shape):
+    of_weights = conv.batch_group_count > 1 and 0 < places <= _MOST_SLICES
+    if of_weights and is_gradient_of_depthwise(lhs, rhs, conv):
         return gradient_of_depthwise
-    in_groups = shape.feature_group_count > 1 or shape.batch_group_count > 1
-    worth = places and not in_groups and _are_worth(lhs, rhs, shape, outs)
+    in_groups = conv.feature_group_count > 1 or conv.batch_group_count > 1
+    worth = places and not in_groups and _are_worth(lhs, rhs, conv, outs)
     by_window = window <= places and not of_weights
-    if not in_groups and has_tiles(rhs, shape, outs):
-        reused, into = (rhs.shape[d] for d in shape.dimension_numbers.rhs_spec[:2])
+    if not in_groups and has_tiles(rhs, conv, outs):
+        reused, into = (rhs.shape[d] for d in conv.dimension_numbers.rhs_spec[:2])
         large = window * into >= _LEAST_IN_TILES and reused >= _LEAST_REUSED_IF_FAST
-        of_gradient = not by_window or math.prod(shape.rhs_dilation) > 1
+        of_gradient = not by_window or math.prod(conv.rhs_dilation) > 1
         if window > 1 and (places > 1 if of_gradient else large and not worth):
             return of_tiles
     if not (of_weights or worth):
@@ -122,67 +122,67 @@ def _form_of(
     return _by_windows if by_window else _by_places
 
 
-def _window(rhs: Any, shape: Shape) -> int:
+def _window(rhs: Any, conv: ConvParams) -> int:
     """How many places the window has."""
-    return math.prod(rhs.shape[d] for d in shape.dimension_numbers.rhs_spec[2:])
+    return math.prod(rhs.shape[d] for d in conv.dimension_numbers.rhs_spec[2:])
 
 
 def _by_windows(
-    pictures: Any, rhs: Any, shape: Shape, outs: Sequence[int], to: DType
+    pictures: Any, rhs: Any, conv: ConvParams, outs: Sequence[int], to: DType
 ) -> Any:
     """Patches of pictures whose features come last, and so do those of the result.
 
     Patches would take longer to transpose than both. What is elementwise between two
     such convolutions XLA computes in their order, and transposes neither.
     """
-    lhs_spec, rhs_spec, out_spec = shape.dimension_numbers
+    lhs_spec, rhs_spec, out_spec = conv.dimension_numbers
     batch, feature, *spatial = lhs_spec
     pictures, lhs_spec = ordered(pictures, lhs_spec, (batch, *spatial, feature))
     last = 0, len(lhs_spec) - 1, *range(1, len(lhs_spec) - 1)
     numbers = lax.ConvDimensionNumbers(lhs_spec, rhs_spec, last)
-    shape = shape._replace(dimension_numbers=numbers)
-    result = by_windows(pictures, rhs, shape, outs, to)
+    conv = conv._replace(dimension_numbers=numbers)
+    result = by_windows(pictures, rhs, conv, outs, to)
     return from_bits(arranged(as_bits(result), last, out_spec))
 
 
 def _by_places(
-    pictures: Any, rhs: Any, shape: Shape, outs: Sequence[int], to: DType
+    pictures: Any, rhs: Any, conv: ConvParams, outs: Sequence[int], to: DType
 ) -> Any:
     """The same with what adds up first; patches would take longer to transpose."""
-    lhs_spec, rhs_spec, out_spec = shape.dimension_numbers
+    lhs_spec, rhs_spec, out_spec = conv.dimension_numbers
     (batch, feature, *spatial), (out, into, *window) = lhs_spec, rhs_spec
     pictures, lhs_spec = ordered(pictures, lhs_spec, (feature, *spatial, batch))
     moved, rhs_spec = ordered(rhs, rhs_spec, (into, *window, out))
     numbers = lax.ConvDimensionNumbers(lhs_spec, rhs_spec, out_spec)
-    shape = shape._replace(dimension_numbers=numbers)
-    return by_places(pictures, from_bits(moved), shape, outs, to)
+    conv = conv._replace(dimension_numbers=numbers)
+    return by_places(pictures, from_bits(moved), conv, outs, to)
 
 
-def _are_worth(lhs: Any, rhs: Any, shape: Shape, outs: Sequence[int]) -> bool:
+def _are_worth(lhs: Any, rhs: Any, conv: ConvParams, outs: Sequence[int]) -> bool:
     """Whether patches are worth their time."""
-    window, places = _window(rhs, shape), math.prod(outs)
+    window, places = _window(rhs, conv), math.prod(outs)
     by_window = window <= places
-    strided = not by_window and math.prod(shape.rhs_dilation) > 1
-    reused, into = (rhs.shape[d] for d in shape.dimension_numbers.rhs_spec[:2])
+    strided = not by_window and math.prod(conv.rhs_dilation) > 1
+    reused, into = (rhs.shape[d] for d in conv.dimension_numbers.rhs_spec[:2])
     count = min(window, places)
     # Slices of few features take longer to stack than the convolution.
     long = not by_window or into >= _LEAST_FEATURES
-    by_rows = not by_window and are_by_rows(lhs, rhs, shape, outs)
+    by_rows = not by_window and are_by_rows(lhs, rhs, conv, outs)
     many = count * lhs.size >= _MANY
-    least = _least_reused(lhs, rhs, shape, by_window, by_rows=by_rows, many=many)
+    least = _least_reused(lhs, rhs, conv, by_window, by_rows=by_rows, many=many)
     worth = long and reused >= least
     return count == 1 or (count <= _MOST_SLICES and (strided or worth))
 
 
 def _least_reused(
-    lhs: Any, rhs: Any, shape: Shape, by_window: bool, *, by_rows: bool, many: bool
+    lhs: Any, rhs: Any, conv: ConvParams, by_window: bool, *, by_rows: bool, many: bool
 ) -> int:
     """How many output features each element of a patch has to meet on this processor.
 
-    By places of the result, the left operand has the features of pictures where others
-    have a batch, and the pictures are those of its features.
+    In a gradient of weights the left operand has the features of the pictures where
+    others have a batch, and the pictures where others have features.
     """
-    processor, numbers = this_processor(), shape.dimension_numbers
+    processor, numbers = this_processor(), conv.dimension_numbers
     if processor.gains and by_window:
         return _LEAST_REUSED_IF_FAST
     # One picture's patches are made at once, and leave the cache themselves.
@@ -190,59 +190,59 @@ def _least_reused(
     if not processor.gains or (alone and not by_rows):
         return _LEAST_REUSED
     if alone or not (processor.has_amx or by_rows):
-        return _LEAST_REUSED_OF_WEIGHTS
+        return _LEAST_REUSED_BY_PLACES
     if not processor.has_amx:
-        return _LEAST_REUSED_OF_ROWS
+        return _LEAST_REUSED_BY_ROWS
     enough = many and lhs.shape[numbers.lhs_spec[0]] >= _LEAST_OF_MANY
     return _LEAST_OF_MANY if enough else _LEAST_REUSED_IF_FAST
 
 
 def _by_xla(
-    lhs: Any, rhs: Any, shape: Shape, to: DType, out_sharding: Any = None
+    lhs: Any, rhs: Any, conv: ConvParams, to: DType, out_sharding: Any = None
 ) -> Any:
     lhs, rhs = (lax.convert_element_type(array, FLOAT32) for array in (lhs, rhs))
     result = lax.conv_general_dilated(
         lhs,
         rhs,
-        **shape._asdict(),
+        **conv._asdict(),
         precision=PRECISION,
         out_sharding=out_sharding,
     )
     return lax.convert_element_type(result, to)
 
 
-def _out_sizes(lhs: Any, rhs: Any, shape: Shape) -> list[int]:
-    (_, _, *spatial), (_, _, *window), _ = shape.dimension_numbers
+def _out_sizes(lhs: Any, rhs: Any, conv: ConvParams) -> list[int]:
+    (_, _, *spatial), (_, _, *window), _ = conv.dimension_numbers
     sizes = []
-    for at, (low, high) in enumerate(shape.padding):
-        size = (lhs.shape[spatial[at]] - 1) * shape.lhs_dilation[at] + 1
-        reach = (rhs.shape[window[at]] - 1) * shape.rhs_dilation[at] + 1
+    for at, (low, high) in enumerate(conv.padding):
+        size = (lhs.shape[spatial[at]] - 1) * conv.lhs_dilation[at] + 1
+        reach = (rhs.shape[window[at]] - 1) * conv.rhs_dilation[at] + 1
         room = low + size + high - reach
-        sizes.append(max(0, room // shape.window_strides[at] + 1))
+        sizes.append(max(0, room // conv.window_strides[at] + 1))
     return sizes
 
 
-def _by_phases(lhs: Any, rhs: Any, shape: Shape, to: DType) -> Any:
+def _by_phases(lhs: Any, rhs: Any, conv: ConvParams, to: DType) -> Any:
     """A convolution whose left operand is dilated, as the gradients of strided ones.
 
     Places of the result that are equal modulo the dilation meet the same places of the
     window, and no zeros: each such phase is a convolution without dilation.
     """
-    dilations = shape.lhs_dilation
-    spatial = shape.dimension_numbers.out_spec[2:]
-    outs = _out_sizes(lhs, rhs, shape)
-    features = rhs.shape[shape.dimension_numbers.rhs_spec[0]]
+    dilations = conv.lhs_dilation
+    spatial = conv.dimension_numbers.out_spec[2:]
+    outs = _out_sizes(lhs, rhs, conv)
+    features = rhs.shape[conv.dimension_numbers.rhs_spec[0]]
     phased = features >= _LEAST_PHASED and math.prod(dilations) <= _MOST_SLICES
-    if not phased and makes_tiles(rhs, shape):
-        return into_tiles(lhs, rhs, shape, outs, to)
-    window = [rhs.shape[d] for d in shape.dimension_numbers.rhs_spec[2:]]
+    if not phased and makes_tiles(rhs, conv):
+        return into_tiles(lhs, rhs, conv, outs, to)
+    window = [rhs.shape[d] for d in conv.dimension_numbers.rhs_spec[2:]]
     if math.prod(map(min, dilations, window)) > _MOST_SLICES:
-        return _by_xla(lhs, rhs, shape, to)
+        return _by_xla(lhs, rhs, conv, to)
     rounds = [-(-size // d) for size, d in zip(outs, dilations, strict=True)]
     stacked = jnp.stack(
         [
             as_bits(
-                _phase(lhs, rhs, shape, to, zip(phase, dilations, rounds, strict=True))
+                _phase(lhs, rhs, conv, to, zip(phase, dilations, rounds, strict=True))
             )
             for phase in itertools.product(*map(range, dilations))
         ]
@@ -255,14 +255,18 @@ def _by_phases(lhs: Any, rhs: Any, shape: Shape, to: DType) -> Any:
 
 
 def _phase(
-    lhs: Any, rhs: Any, shape: Shape, to: DType, phases: Iterable[tuple[int, int, int]]
+    lhs: Any,
+    rhs: Any,
+    conv: ConvParams,
+    to: DType,
+    phases: Iterable[tuple[int, int, int]],
 ) -> Any:
-    lhs_spec, rhs_spec, out_spec = shape.dimension_numbers
+    lhs_spec, rhs_spec, out_spec = conv.dimension_numbers
     padding = []
-    count = lhs.shape[lhs_spec[0]] // shape.batch_group_count
+    count = lhs.shape[lhs_spec[0]] // conv.batch_group_count
     sizes = {out_spec[0]: count, out_spec[1]: rhs.shape[rhs_spec[0]]}
     for at, (phase, dilation, size) in enumerate(phases):
-        low, _ = shape.padding[at]
+        low, _ = conv.padding[at]
         first = min((low - phase) % dilation, rhs.shape[rhs_spec[2 + at]])
         rhs = lax.slice_in_dim(rhs, first, None, dilation, axis=rhs_spec[2 + at])
         low = (low - phase - first) // dilation
@@ -271,13 +275,13 @@ def _phase(
         sizes[out_spec[2 + at]] = size
     if rhs.size == 0:
         return jnp.zeros([sizes[d] for d in range(lhs.ndim)], to)
-    dense = shape._replace(padding=padding, lhs_dilation=(1,) * len(padding))
+    dense = conv._replace(padding=padding, lhs_dilation=(1,) * len(padding))
     return _convolved(lhs, rhs, dense, to, lhs)
 
 
 @lru_cache(maxsize=1024)
 def _gradient_program(
-    place: int, avals: Sequence[Any], shape: Shape, context: Hashable
+    place: int, avals: Sequence[Any], conv: ConvParams, context: Hashable
 ) -> Any:
     """JAX's program for the gradient of one operand: of the cotangent and the other.
 
@@ -288,7 +292,7 @@ def _gradient_program(
     def gradient(cotangent: Any, other: Any) -> Any:
         def convolve(wanted: Any) -> Any:
             pair = (other, wanted) if place else (wanted, other)
-            return lax.conv_general_dilated(*pair, **shape._asdict())
+            return lax.conv_general_dilated(*pair, **conv._asdict())
 
         return jax.linear_transpose(convolve, wanted)(cotangent)[0]
 
@@ -298,7 +302,7 @@ def _gradient_program(
 def _gradient(place: int, cotangent: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
     wanted, other = (rhs.aval, lhs) if place else (lhs.aval, rhs)
     avals = in_float32([jax.typeof(cotangent), jax.typeof(other), wanted])
-    program = _gradient_program(place, avals, Shape.of(params), trace_context())
+    program = _gradient_program(place, avals, ConvParams.of(params), trace_context())
     params = {**params, "preferred_element_type": wanted.dtype}
     of_jax = lax.conv_general_dilated_p
     return run_as(convolution_p, of_jax, program, [cotangent, other], params)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jamp._dtypes import FLOAT32, DType
-from jamp._lowerings.pictures import Shape, arranged, padded
+from jamp._lowerings.pictures import ConvParams, arranged, padded
 
 # Of so many rows of a picture at a time the products are added up before the sums of
 # the rows before are read.
@@ -23,38 +23,40 @@ _MOST_ROWS = 16
 _MOST_TERMS = 128
 
 
-def is_depthwise(lhs: Any, rhs: Any, shape: Shape) -> bool:
+def is_depthwise(lhs: Any, rhs: Any, conv: ConvParams) -> bool:
     """Whether each feature of the pictures makes one of the result."""
-    counts = lhs.shape[shape.dimension_numbers.lhs_spec[1]], _features(rhs, shape)
-    return counts == (shape.feature_group_count,) * 2
+    counts = lhs.shape[conv.dimension_numbers.lhs_spec[1]], _features(rhs, conv)
+    return counts == (conv.feature_group_count,) * 2
 
 
-def is_gradient_of_depthwise(lhs: Any, rhs: Any, shape: Shape) -> bool:
+def is_gradient_of_depthwise(lhs: Any, rhs: Any, conv: ConvParams) -> bool:
     """Whether this makes the gradient of such weights, and pictures have rows."""
-    counts = lhs.shape[shape.dimension_numbers.lhs_spec[0]], _features(rhs, shape)
-    return lhs.ndim > 2 and counts == (shape.batch_group_count,) * 2
+    counts = lhs.shape[conv.dimension_numbers.lhs_spec[0]], _features(rhs, conv)
+    return lhs.ndim > 2 and counts == (conv.batch_group_count,) * 2
 
 
-def _features(rhs: Any, shape: Shape) -> int:
-    features: int = rhs.shape[shape.dimension_numbers.rhs_spec[0]]
+def _features(rhs: Any, conv: ConvParams) -> int:
+    features: int = rhs.shape[conv.dimension_numbers.rhs_spec[0]]
     return features
 
 
-def depthwise(lhs: Any, rhs: Any, shape: Shape, outs: Sequence[int], to: DType) -> Any:
+def depthwise(
+    lhs: Any, rhs: Any, conv: ConvParams, outs: Sequence[int], to: DType
+) -> Any:
     """A depthwise convolution: slices of the pictures, each times weights."""
-    (_, feature, *spatial), (out, into, *window), out_spec = shape.dimension_numbers
+    (_, feature, *spatial), (out, into, *window), out_spec = conv.dimension_numbers
     weights = lax.squeeze(lax.transpose(rhs, (*window, out, into)), [rhs.ndim - 1])
-    wide = padded(lax.convert_element_type(lhs, FLOAT32), shape)
+    wide = padded(lax.convert_element_type(lhs, FLOAT32), conv)
     # XLA would pad and widen the pictures for each slice of them.
     wide, weights = lax.optimization_barrier(
         (wide, lax.convert_element_type(weights, FLOAT32))
     )
     starts, strides, sizes = [0] * lhs.ndim, [1] * lhs.ndim, [*lhs.shape]
-    for d, size, stride in zip(spatial, outs, shape.window_strides, strict=True):
+    for d, size, stride in zip(spatial, outs, conv.window_strides, strict=True):
         sizes[d], strides[d] = (size - 1) * stride + 1, stride
     total: Any = None
     for place in itertools.product(*(range(rhs.shape[d]) for d in window)):
-        for d, at, dilation in zip(spatial, place, shape.rhs_dilation, strict=True):
+        for d, at, dilation in zip(spatial, place, conv.rhs_dilation, strict=True):
             starts[d] = at * dilation
         limits = [start + size for start, size in zip(starts, sizes, strict=True)]
         some = lax.slice(wide, starts, limits, strides)
@@ -62,7 +64,7 @@ def depthwise(lhs: Any, rhs: Any, shape: Shape, outs: Sequence[int], to: DType) 
         total = term if total is None else total + term
     # What reads the result would each compute it again.
     result = lax.optimization_barrier(lax.convert_element_type(total, to))
-    return arranged(result, shape.dimension_numbers.lhs_spec, out_spec)
+    return arranged(result, conv.dimension_numbers.lhs_spec, out_spec)
 
 
 class _Rows(NamedTuple):
@@ -83,10 +85,10 @@ class _Rows(NamedTuple):
     reach: int
 
     @classmethod
-    def of(cls, rows: int, outs: Sequence[int], shape: Shape) -> Self:
+    def of(cls, rows: int, outs: Sequence[int], conv: ConvParams) -> Self:
         taps, sums = outs[0], math.prod(outs[1:])
         parts = -(-rows // max(1, min(_MOST_ROWS, _MOST_TERMS // sums)))
-        stride, dilation = shape.rhs_dilation[0], shape.window_strides[0]
+        stride, dilation = conv.rhs_dilation[0], conv.window_strides[0]
         reach = (taps - 1) * dilation + 1
         return cls(parts, -(-rows // parts), stride, dilation, reach)
 
@@ -97,17 +99,17 @@ class _Rows(NamedTuple):
 
 
 def gradient_of_depthwise(
-    lhs: Any, rhs: Any, shape: Shape, outs: Sequence[int], to: DType
+    lhs: Any, rhs: Any, conv: ConvParams, outs: Sequence[int], to: DType
 ) -> Any:
     """The gradient of the weights, of pictures and the cotangent of the result.
 
     In a loop over pictures, and over rows of each, their products are added up element
     by element, for all places in the window; at the end those of each feature are.
     """
-    window, out_spec = shape.dimension_numbers.rhs_spec[2:], shape.dimension_numbers[2]
+    window, out_spec = conv.dimension_numbers.rhs_spec[2:], conv.dimension_numbers[2]
     first, *places = (rhs.shape[d] for d in window)
-    rows = _Rows.of(first, outs, shape)
-    pictures, cotangents = _in_rows(lhs, rhs, shape, rows)
+    rows = _Rows.of(first, outs, conv)
+    pictures, cotangents = _in_rows(lhs, rhs, conv, rows)
     others = [*itertools.product(*map(range, outs[1:]))]
 
     def add(at: Any, totals: list[Any]) -> list[Any]:
@@ -118,7 +120,7 @@ def gradient_of_depthwise(
         return [
             sum(
                 (
-                    _slice(some, row, place, places, shape, rows) * by[row]
+                    _slice(some, row, place, places, conv, rows) * by[row]
                     for row in range(rows.size)
                 ),
                 total,
@@ -135,15 +137,15 @@ def gradient_of_depthwise(
     return lax.convert_element_type(arranged(result, order, out_spec), to)
 
 
-def _in_rows(lhs: Any, rhs: Any, shape: Shape, rows: _Rows) -> tuple[Any, Any]:
+def _in_rows(lhs: Any, rhs: Any, conv: ConvParams, rows: _Rows) -> tuple[Any, Any]:
     """Pictures and cotangents in float32, of whole parts, with their features last."""
-    (features, batch, *spatial), (out, into, *window), _ = shape.dimension_numbers
-    low, _ = shape.padding[0]
+    (features, batch, *spatial), (out, into, *window), _ = conv.dimension_numbers
+    low, _ = conv.padding[0]
     # The rows that a part has too many are zeros.
     last = (rows.parts - 1) * rows.size
     high = last * rows.stride + rows.met - low - lhs.shape[spatial[0]]
-    shape = shape._replace(padding=[(low, high), *shape.padding[1:]])
-    pictures = padded(lax.convert_element_type(lhs, FLOAT32), shape)
+    conv = conv._replace(padding=[(low, high), *conv.padding[1:]])
+    pictures = padded(lax.convert_element_type(lhs, FLOAT32), conv)
     pictures = lax.transpose(pictures, (batch, *spatial, features))
     cotangents = lax.transpose(rhs, (into, *window, out)).astype(FLOAT32)
     more = [(0, 0)] * rhs.ndim
@@ -166,7 +168,7 @@ def _slice(
     row: int,
     place: Sequence[int],
     places: Sequence[int],
-    shape: Shape,
+    conv: ConvParams,
     rows: _Rows,
 ) -> Any:
     """What a row of the cotangent meets, for all of the window's first dimension.
@@ -176,12 +178,12 @@ def _slice(
       row: which one of the cotangent's.
       place: in the other dimensions of the window.
       places: the sizes of the cotangent in these.
-      shape: of the convolution.
+      conv: of the convolution.
       rows: how the rows are taken.
     """
     starts, strides = [row * rows.stride], [rows.dilation]
     limits = [row * rows.stride + rows.reach]
-    steps = zip(shape.window_strides[1:], shape.rhs_dilation[1:], strict=True)
+    steps = zip(conv.window_strides[1:], conv.rhs_dilation[1:], strict=True)
     for at, size, (apart, step) in zip(place, places, steps, strict=True):
         starts.append(at * apart)
         limits.append(at * apart + (size - 1) * step + 1)

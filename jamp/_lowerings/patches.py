@@ -1,4 +1,4 @@
-"""Convolutions as products of patches with the weights.
+"""Convolutions as products of patches with the weights, which is known as im2col.
 
 A patch is what meets the window at one place of the result. Patches are made of slices,
 one for each place in the window, or in the result if there are fewer of these, and of
@@ -15,7 +15,7 @@ from jax import lax
 
 from jamp._dtypes import BFLOAT16, FLOAT32, DType
 from jamp._lowerings.pictures import (
-    Shape,
+    ConvParams,
     arranged,
     as_bits,
     from_bits,
@@ -34,80 +34,80 @@ _LEAST_BYTES = 2**20
 _LEAST_ROWS = 8
 
 
-def _folded(lhs: Any, shape: Shape, steps: list[Steps]) -> tuple[Any, list[Steps]]:
+def _folded(lhs: Any, conv: ConvParams, steps: list[Steps]) -> tuple[Any, list[Steps]]:
     """Padded pictures, with what lies within one stride as features of one element.
 
     Several places of the window then are one slice, of elements that are neighbours.
     """
     *others, last = steps
     stride, taps, each = last.stride, len(last.features), last.features[0]
-    beside = shape.dimension_numbers.lhs_spec[1] == last.dim + 1 == lhs.ndim - 1
+    beside = conv.dimension_numbers.lhs_spec[1] == last.dim + 1 == lhs.ndim - 1
     neighbours = beside and stride > 1 and taps > 1 and last.dilation == 1
     # Where XLA moves each element by itself, nothing is gained.
     if MOVES_BFLOAT16_AS_FLOAT32 or not neighbours:
-        return padded(lhs, shape), steps
+        return padded(lhs, conv), steps
     features = [min(stride, taps - at) * each for at in range(0, taps, stride)]
     blocks = last.size + len(features) - 1
-    low, _ = shape.padding[-1]
-    padding = *shape.padding[:-1], (low, blocks * stride - low - lhs.shape[last.dim])
+    low, _ = conv.padding[-1]
+    padding = *conv.padding[:-1], (low, blocks * stride - low - lhs.shape[last.dim])
     # XLA would compute the new shape's indices for each element that it pads.
-    wider = lax.optimization_barrier(padded(lhs, shape._replace(padding=padding)))
+    wider = lax.optimization_barrier(padded(lhs, conv._replace(padding=padding)))
     folded = wider.reshape(*wider.shape[: last.dim], blocks, stride * each)
     return folded, [*others, last._replace(stride=1, features=features)]
 
 
-def by_windows(lhs: Any, rhs: Any, shape: Shape, outs: Sequence[int], to: DType) -> Any:
+def by_windows(
+    lhs: Any, rhs: Any, conv: ConvParams, outs: Sequence[int], to: DType
+) -> Any:
     """Patches of pictures times the weights, so many that they stay in the cache.
 
     A patch is all that a window meets, or what one of its rows does: then each row of
     the pictures is multiplied with all rows of the window, and what belongs together is
     added up. At a time it is those of some pictures, or of some rows of one.
     """
-    (batch, _, *spatial), (out, into, *window), out_spec = shape.dimension_numbers
+    (batch, _, *spatial), (out, into, *window), out_spec = conv.dimension_numbers
     windows = [rhs.shape[d] for d in window]
-    steps = steps_of(
-        lhs, shape, outs, shape.window_strides, windows, shape.rhs_dilation
-    )
+    steps = steps_of(lhs, conv, outs, conv.window_strides, windows, conv.rhs_dilation)
     if math.prod(windows) == 1:
         weights = lax.transpose(rhs, (*window, into, out)).reshape(rhs.shape[into], -1)
-        return _of_windows(padded(lhs, shape), weights, shape, steps, to)
-    by_rows = _are_by_rows(rhs, shape, steps[0])
+        return _multiply_windows(padded(lhs, conv), weights, conv, steps, to)
+    by_rows = _are_by_rows(rhs, conv, steps[0])
     first, *rest = window
     order = (*rest, into, first, out) if by_rows else (*window, into, out)
-    wide = rhs.shape[out] * (windows[0] if by_rows else 1)
-    weights = lax.transpose(rhs, order).reshape(-1, wide)
+    columns = rhs.shape[out] * (windows[0] if by_rows else 1)
+    weights = lax.transpose(rhs, order).reshape(-1, columns)
     each = _bytes_of_row(weights, outs, by_rows)
     reach = _extra_rows(steps[0]) if by_rows else 0
     pictures = part_of(lhs.shape[batch], (outs[0] + reach) * each)
     size = outs[0] if pictures > 1 else _rows_at_once(outs[0], each, reach)
 
     def convolve(some: Any) -> Any:
-        low, (first, *others) = _folded(rounded(some), shape, steps)
-        reach = low.shape[spatial[0]] - (outs[0] - size) * first.stride
+        folded, (first, *others) = _folded(rounded(some), conv, steps)
+        taken = folded.shape[spatial[0]] - (outs[0] - size) * first.stride
         multiply = partial(
-            _of_rows if by_rows else _of_windows,
+            _multiply_rows if by_rows else _multiply_windows,
             weights=weights,
-            shape=shape,
+            conv=conv,
             steps=[first._replace(size=size), *others],
             to=to,
         )
-        some_rows = outs[0] // size, size * first.stride, reach
-        return _in_parts(multiply, low, some_rows, spatial[0], out_spec[2])
+        some_rows = outs[0] // size, size * first.stride, taken
+        return _in_parts(multiply, folded, some_rows, spatial[0], out_spec[2])
 
     some_pictures = lhs.shape[batch] // pictures, pictures, pictures
     return _in_parts(convolve, lhs, some_pictures, batch, out_spec[0])
 
 
-def _are_by_rows(rhs: Any, shape: Shape, rows: Steps) -> bool:
+def _are_by_rows(rhs: Any, conv: ConvParams, rows: Steps) -> bool:
     """Whether patches are of a row of the window."""
     many = _LEAST_ROWS * _extra_rows(rows) <= rows.size
     plain = rows.stride == 1 and len(rows.features) > 1
-    return plain and many and _writes_less_by_rows(rhs, shape)
+    return plain and many and _writes_less_by_rows(rhs, conv)
 
 
-def _writes_less_by_rows(rhs: Any, shape: Shape) -> bool:
+def _writes_less_by_rows(rhs: Any, conv: ConvParams) -> bool:
     """Whether smaller patches spare more than products in float32 add."""
-    out, into, first, *others = shape.dimension_numbers.rhs_spec
+    out, into, first, *others = conv.dimension_numbers.rhs_spec
     count, patch = rhs.shape[first], math.prod(rhs.shape[d] for d in (into, *others))
     # Slices are written, read and written as patches; products are written and read.
     spared = (count - 1) * patch * 3 * BFLOAT16.itemsize
@@ -164,14 +164,14 @@ def _in_parts(
     return from_bits(merged(results, (out_axis,)))
 
 
-def _of_windows(
-    lhs: Any, weights: Any, shape: Shape, steps: Sequence[Steps], to: DType
+def _multiply_windows(
+    lhs: Any, weights: Any, conv: ConvParams, steps: Sequence[Steps], to: DType
 ) -> Any:
     """The result for padded pictures, of their patches at once.
 
     Patches are stacked slices, one for each place in the window.
     """
-    (batch, feature, *_), _, out_spec = shape.dimension_numbers
+    (batch, feature, *_), _, out_spec = conv.dimension_numbers
     patches = from_bits(lax.concatenate(slices_of(lhs, feature, steps), feature))
     numbers: Any = ((feature,), (0,)), ((), ())
     result = multiply_on_cpu(patches, weights, numbers, to)
@@ -181,15 +181,15 @@ def _of_windows(
     return arranged(result, order, out_spec)
 
 
-def _of_rows(
-    lhs: Any, weights: Any, shape: Shape, steps: Sequence[Steps], to: DType
+def _multiply_rows(
+    lhs: Any, weights: Any, conv: ConvParams, steps: Sequence[Steps], to: DType
 ) -> Any:
     """The same of patches of a row of the window, times the weights of all its rows."""
     rows, *others = steps
     count = len(rows.features)
     met = rows._replace(size=lhs.shape[rows.dim], features=rows.features[:1])
-    result = _of_windows(lhs, weights, shape, [met, *others], FLOAT32)
-    _, feature, along, *_ = shape.dimension_numbers.out_spec
+    result = _multiply_windows(lhs, weights, conv, [met, *others], FLOAT32)
+    _, feature, along, *_ = conv.dimension_numbers.out_spec
     each = result.shape[feature] // count
 
     def of_row(at: int) -> Any:

@@ -12,7 +12,7 @@ from jamp._dtypes import BFLOAT16, DType
 from jamp._lowerings.releases import KEEPS_BARRIERS, MOVES_BFLOAT16_AS_FLOAT32
 
 
-class Shape(NamedTuple):
+class ConvParams(NamedTuple):
     """The parameters of a convolution that say what meets what."""
 
     window_strides: Sequence[int]
@@ -84,10 +84,10 @@ def ordered(
     return moved, [order.index(d) for d in spec]
 
 
-def padded(lhs: Any, shape: Shape) -> Any:
+def padded(lhs: Any, conv: ConvParams) -> Any:
     config = [(0, 0, 0)] * lhs.ndim
-    spatial = shape.dimension_numbers.lhs_spec[2:]
-    for d, (low, high) in zip(spatial, shape.padding, strict=True):
+    spatial = conv.dimension_numbers.lhs_spec[2:]
+    for d, (low, high) in zip(spatial, conv.padding, strict=True):
         config[d] = low, high, 0
     return lax.pad(lhs, jnp.zeros((), lhs.dtype), config)
 

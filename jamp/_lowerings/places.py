@@ -15,7 +15,7 @@ from jax import lax
 
 from jamp._dtypes import BFLOAT16, FLOAT32, DType
 from jamp._lowerings.pictures import (
-    Shape,
+    ConvParams,
     arranged,
     as_bits,
     from_bits,
@@ -27,7 +27,9 @@ from jamp._lowerings.product import multiply_on_cpu
 from jamp._lowerings.slices import part_of, slices_of, steps_of
 
 
-def by_places(lhs: Any, rhs: Any, shape: Shape, outs: Sequence[int], to: DType) -> Any:
+def by_places(
+    lhs: Any, rhs: Any, conv: ConvParams, outs: Sequence[int], to: DType
+) -> Any:
     """What meets the window at each place of the result, times the weights.
 
     Here are pictures, whose features are a batch, and which add up as features do; the
@@ -36,12 +38,12 @@ def by_places(lhs: Any, rhs: Any, shape: Shape, outs: Sequence[int], to: DType) 
     the cache; the products are added up.
     """
     if math.prod(outs) == 1:
-        return _multiply_places(lhs, rhs, to, shape=shape, outs=outs)
-    pictures, of_rows = lhs.shape[0], are_by_rows(lhs, rhs, shape, outs)
-    numbers = (_of_rows if of_rows else _of_places)(lhs, rhs, shape, outs)
-    part = part_of(pictures, numbers // pictures * BFLOAT16.itemsize)
+        return _multiply_places(lhs, rhs, to, conv=conv, outs=outs)
+    pictures, by_rows = lhs.shape[0], are_by_rows(lhs, rhs, conv, outs)
+    size = (_size_by_rows if by_rows else _size_by_places)(lhs, rhs, conv, outs)
+    part = part_of(pictures, size // pictures * BFLOAT16.itemsize)
     multiply = partial(
-        _multiply_rows if of_rows else _multiply_places, shape=shape, outs=outs
+        _multiply_rows if by_rows else _multiply_places, conv=conv, outs=outs
     )
     if part == pictures:
         return multiply(rounded(lhs), rhs, to)
@@ -60,39 +62,41 @@ def by_places(lhs: Any, rhs: Any, shape: Shape, outs: Sequence[int], to: DType) 
     return lax.convert_element_type(total, to)
 
 
-def are_by_rows(lhs: Any, rhs: Any, shape: Shape, outs: Sequence[int]) -> bool:
+def are_by_rows(lhs: Any, rhs: Any, conv: ConvParams, outs: Sequence[int]) -> bool:
     """Whether slices are of rows of both operands, which are fewer."""
-    plain = shape.rhs_dilation[0] == shape.batch_group_count == 1 < outs[0]
-    return plain and _of_rows(lhs, rhs, shape, outs) < _of_places(lhs, rhs, shape, outs)
+    plain = conv.rhs_dilation[0] == conv.batch_group_count == 1 < outs[0]
+    return plain and _size_by_rows(lhs, rhs, conv, outs) < _size_by_places(
+        lhs, rhs, conv, outs
+    )
 
 
-def _of_places(lhs: Any, rhs: Any, shape: Shape, outs: Sequence[int]) -> int:
+def _size_by_places(lhs: Any, rhs: Any, conv: ConvParams, outs: Sequence[int]) -> int:
     """How many numbers the slices for all places have."""
-    (batch, *_), (out, *_), _ = shape.dimension_numbers
+    (batch, *_), (out, *_), _ = conv.dimension_numbers
     return int(math.prod(outs) * lhs.shape[batch] * rhs.size // rhs.shape[out])
 
 
-def _of_rows(lhs: Any, rhs: Any, shape: Shape, outs: Sequence[int]) -> int:
+def _size_by_rows(lhs: Any, rhs: Any, conv: ConvParams, outs: Sequence[int]) -> int:
     """How many those for the rows of the result have, and for the places of one row."""
-    (batch, _, row, *_), (out, into, _, *beside), _ = shape.dimension_numbers
+    (batch, _, row, *_), (out, into, _, *beside), _ = conv.dimension_numbers
     features = math.prod(outs[1:]) * lhs.shape[batch] + outs[0] * rhs.shape[out]
     width = math.prod(rhs.shape[d] for d in (into, *beside))
     return int(features * lhs.shape[row] * width)
 
 
 def _multiply_rows(
-    lhs: Any, rhs: Any, to: DType, *, shape: Shape, outs: Sequence[int]
+    lhs: Any, rhs: Any, to: DType, *, conv: ConvParams, outs: Sequence[int]
 ) -> Any:
     """The gradient of weights from pictures in slices for the places of a row.
 
     A row of them meets each row of the cotangent, which is sliced for the rows of the
     result. Rows that meet nothing are padded with zeros there.
     """
-    first, *others = shape.padding
-    beside = shape._replace(padding=[(0, 0), *others])
+    first, *others = conv.padding
+    beside = conv._replace(padding=[(0, 0), *others])
     sizes = [lhs.shape[1], *rhs.shape[2:-1]]
-    strides, dilations = shape.rhs_dilation, shape.window_strides
-    rows, *rest = steps_of(lhs, shape, sizes, strides, outs, dilations)
+    strides, dilations = conv.rhs_dilation, conv.window_strides
+    rows, *rest = steps_of(lhs, conv, sizes, strides, outs, dilations)
     reach = (outs[0] - 1) * rows.dilation
     low = reach - first[0]
     high = reach + lhs.shape[1] - low - rhs.shape[1]
@@ -106,19 +110,19 @@ def _multiply_rows(
     result = result.reshape(*outs[1:], *features)
     at = len(outs) - 1
     order = [at, at + 2, at + 1, *range(at)]
-    return arranged(result, order, shape.dimension_numbers.out_spec)
+    return arranged(result, order, conv.dimension_numbers.out_spec)
 
 
 def _multiply_places(
-    lhs: Any, rhs: Any, to: DType, *, shape: Shape, outs: Sequence[int]
+    lhs: Any, rhs: Any, to: DType, *, conv: ConvParams, outs: Sequence[int]
 ) -> Any:
     """The same from slices for each place of the result."""
-    numbers, sizes = shape.dimension_numbers, rhs.shape[1:-1]
-    strides, dilations = shape.rhs_dilation, shape.window_strides
-    steps = steps_of(lhs, shape, sizes, strides, outs, dilations)
-    left = from_bits(jnp.stack(slices_of(padded(lhs, shape), 0, steps), lhs.ndim - 1))
+    numbers, sizes = conv.dimension_numbers, rhs.shape[1:-1]
+    strides, dilations = conv.rhs_dilation, conv.window_strides
+    steps = steps_of(lhs, conv, sizes, strides, outs, dilations)
+    left = from_bits(jnp.stack(slices_of(padded(lhs, conv), 0, steps), lhs.ndim - 1))
     added = tuple(range(lhs.ndim - 1))
-    groups = shape.batch_group_count
+    groups = conv.batch_group_count
     if groups == 1:
         result = multiply_on_cpu(left, rhs, ((added, added), ((), ())), to)
     else:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax import lax
 
-from jamp._lowerings.pictures import Shape
+from jamp._lowerings.pictures import ConvParams
 from jamp._lowerings.releases import KEEPS_BARRIERS
 
 # Of more, patches leave the cache before they are read.
@@ -19,14 +19,19 @@ _MOST_BYTES = 4 * 2**20
 
 
 class Steps(NamedTuple):
-    """What a spatial dimension is sliced into, one slice for each place in the window.
+    """What a spatial dimension is sliced into.
+
+    One slice for each place in the window, of the size of the result; or, in a gradient
+    of weights, whose window is the cotangent, one for each place of the result, of the
+    size of the window. There JAX has the stride of the convolution for a dilation, and
+    its dilation for a stride.
 
     Attributes:
       dim: the dimension of the pictures.
-      size: of a slice, and of the result.
+      size: of a slice.
       stride: from one element of a slice to the next.
       dilation: from one slice to the next.
-      features: how many each slice has.
+      features: how many each slice has, where they are the last dimension's.
     """
 
     dim: int
@@ -38,14 +43,14 @@ class Steps(NamedTuple):
 
 def steps_of(
     lhs: Any,
-    shape: Shape,
+    conv: ConvParams,
     sizes: Sequence[int],
     strides: Sequence[int],
     counts: Sequence[int],
     dilations: Sequence[int],
 ) -> list[Steps]:
-    """Those of each spatial dimension, for so many slices."""
-    _, feature, *spatial = shape.dimension_numbers.lhs_spec
+    """Those of each spatial dimension, for so many slices of these sizes."""
+    _, feature, *spatial = conv.dimension_numbers.lhs_spec
     features = [[lhs.shape[feature]] * count for count in counts]
     described = zip(spatial, sizes, strides, dilations, features, strict=True)
     return [Steps(*of) for of in described]

@@ -13,7 +13,7 @@ from jax import lax
 
 from jamp._dtypes import DType
 from jamp._lowerings.pictures import (
-    Shape,
+    ConvParams,
     arranged,
     as_bits,
     from_bits,
@@ -24,14 +24,14 @@ from jamp._lowerings.product import multiply_on_cpu
 from jamp._lowerings.releases import MOVES_BFLOAT16_AS_FLOAT32
 
 
-def has_tiles(rhs: Any, shape: Shape, outs: Sequence[int]) -> bool:
+def has_tiles(rhs: Any, conv: ConvParams, outs: Sequence[int]) -> bool:
     """Whether each element of the pictures is in one patch.
 
     Either the windows lie side by side or, as for the gradient of such weights, their
     places do.
     """
     steps = zip(
-        shape.window_strides, shape.rhs_dilation, _taps(rhs, shape), outs, strict=True
+        conv.window_strides, conv.rhs_dilation, _taps(rhs, conv), outs, strict=True
     )
     return all(
         (stride == taps and (dilation == 1 or taps == 1))
@@ -40,25 +40,27 @@ def has_tiles(rhs: Any, shape: Shape, outs: Sequence[int]) -> bool:
     )
 
 
-def makes_tiles(rhs: Any, shape: Shape) -> bool:
+def makes_tiles(rhs: Any, conv: ConvParams) -> bool:
     """Whether each element of dilated pictures makes a tile of the result by itself.
 
     The window has neither strides nor a dilation.
     """
-    grouped = shape.feature_group_count > 1 or shape.batch_group_count > 1
-    return not grouped and [*shape.lhs_dilation] == _taps(rhs, shape)
+    grouped = conv.feature_group_count > 1 or conv.batch_group_count > 1
+    return not grouped and [*conv.lhs_dilation] == _taps(rhs, conv)
 
 
-def of_tiles(lhs: Any, rhs: Any, shape: Shape, outs: Sequence[int], to: DType) -> Any:
+def of_tiles(
+    lhs: Any, rhs: Any, conv: ConvParams, outs: Sequence[int], to: DType
+) -> Any:
     """Pictures in tiles, each times the weights."""
-    (batch, feature, *spatial), (out, into, *window), out_spec = shape.dimension_numbers
-    taps = _taps(rhs, shape)
+    (batch, feature, *spatial), (out, into, *window), out_spec = conv.dimension_numbers
+    taps = _taps(rhs, conv)
     sizes = [o * t for o, t in zip(outs, taps, strict=True)]
     padding = [
         (low, size - low - lhs.shape[d])
-        for d, size, (low, _) in zip(spatial, sizes, shape.padding, strict=True)
+        for d, size, (low, _) in zip(spatial, sizes, conv.padding, strict=True)
     ]
-    tiles = padded(lhs, shape._replace(padding=padding))
+    tiles = padded(lhs, conv._replace(padding=padding))
     # Where the dimensions of the result, and those of the window, are then.
     places, within, pairs = dict[int, int](), dict[int, int](), list[int]()
     for d in range(lhs.ndim):
@@ -67,7 +69,7 @@ def of_tiles(lhs: Any, rhs: Any, shape: Shape, outs: Sequence[int], to: DType) -
             pairs.append(lhs.shape[d])
             continue
         at = spatial.index(d)
-        by_side = shape.window_strides[at] == taps[at]
+        by_side = conv.window_strides[at] == taps[at]
         first, second = len(pairs), len(pairs) + 1
         places[d], within[window[at]] = (first, second) if by_side else (second, first)
         pairs += (outs[at], taps[at]) if by_side else (taps[at], outs[at])
@@ -89,9 +91,11 @@ def of_tiles(lhs: Any, rhs: Any, shape: Shape, outs: Sequence[int], to: DType) -
     return arranged(result, where, out_spec)
 
 
-def into_tiles(lhs: Any, rhs: Any, shape: Shape, outs: Sequence[int], to: DType) -> Any:
+def into_tiles(
+    lhs: Any, rhs: Any, conv: ConvParams, outs: Sequence[int], to: DType
+) -> Any:
     """A tile of the result from each element of the pictures."""
-    (batch, feature, *spatial), (out, into, *window), out_spec = shape.dimension_numbers
+    (batch, feature, *spatial), (out, into, *window), out_spec = conv.dimension_numbers
     numbers: Any = ((feature,), (into,)), ((), ())
     # The first place that an element meets is the last of its window.
     result = multiply_on_cpu(lhs, lax.rev(rhs, window), numbers, to)
@@ -99,9 +103,7 @@ def into_tiles(lhs: Any, rhs: Any, shape: Shape, outs: Sequence[int], to: DType)
     made = [d for d in range(rhs.ndim) if d != into]
     order, sizes = [kept.index(batch)], [lhs.shape[batch]]
     config = [(0, 0, 0)]
-    for d, tap, (low, _), size in zip(
-        spatial, window, shape.padding, outs, strict=True
-    ):
+    for d, tap, (low, _), size in zip(spatial, window, conv.padding, outs, strict=True):
         order += kept.index(d), len(kept) + made.index(tap)
         sizes.append(lhs.shape[d] * rhs.shape[tap])
         low -= rhs.shape[tap] - 1
@@ -114,8 +116,8 @@ def into_tiles(lhs: Any, rhs: Any, shape: Shape, outs: Sequence[int], to: DType)
     )
 
 
-def _taps(rhs: Any, shape: Shape) -> list[int]:
-    return [rhs.shape[d] for d in shape.dimension_numbers.rhs_spec[2:]]
+def _taps(rhs: Any, conv: ConvParams) -> list[int]:
+    return [rhs.shape[d] for d in conv.dimension_numbers.rhs_spec[2:]]
 
 
 def _moved(array: Any, order: Sequence[int]) -> Any:

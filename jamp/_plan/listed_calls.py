@@ -147,6 +147,7 @@ def plan_listed_call(call: ListedCall) -> None:
     else:
         call.plan_inside(env, context._replace(forced=for_equations))
     made = records[first:]
+    # Equations that are planned already: what comes after asks the records for rules.
     for record in with_inner(made):
         if record.ruling == for_equations or record.ruling.origin not in _DECISIVE:
             record.ruling, record.returns = call.ruling, ()

@@ -28,7 +28,7 @@ class Context(NamedTuple):
     scope: Scope  # named scopes and the region
     # The ruling of the listed function they stand in, if it settles them.
     forced: Ruling | None = None
-    functions: frozenset[Function] = frozenset()  # listed ones around, done with
+    functions: frozenset[Function] = frozenset()  # listed ones around, planned by now
     # Whether these equations are a derivative rule's, which JAX may transpose: no cast
     # may be left to the caller.
     transposable: bool = False

@@ -1,6 +1,7 @@
 """Decision records: what was decided for each equation, and why.
 
-Reports, errors and tests read these; nothing else derives them again.
+Reports, errors and tests read these, and nothing derives them again. Passes over a
+plan, and the emitter, ask them for rules.
 """
 
 from __future__ import annotations
@@ -109,6 +110,8 @@ class Note(NamedTuple):
 
 @dataclass(slots=True)
 class Record:
+    """What was decided for an equation."""
+
     eqn: JaxprEqn
     ruling: Ruling  # the rule that held, and where it came from
     scope: tuple[str, ...]  # the user's named scopes around it, outermost first

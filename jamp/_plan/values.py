@@ -184,6 +184,8 @@ class Traits(NamedTuple):
 
 
 class Value:
+    """An array of a program that is planned, in the dtype that it has by now."""
+
     __slots__ = "aval casts dtype eligible known number slot source traits".split()
 
     def __init__(

@@ -124,7 +124,7 @@ def test_a_place_in_the_window_may_be_far_from_the_first():
     x = jnp.zeros((1, far + 2, 1), BFLOAT16).at[0, far].set(3)
     w = jnp.array([1, 10], BFLOAT16).reshape(2, 1, 1)
     numbers = lax.conv_dimension_numbers(x.shape, w.shape, ("NWC", "WIO", "NWC"))
-    shape = patches.Shape((1,), ((0, 0),), (1,), (far,), numbers, 1, 1)
+    shape = patches.ConvParams((1,), ((0, 0),), (1,), (far,), numbers, 1, 1)
     found = jax.jit(lambda x, w: patches.by_windows(x, w, shape, [2], FLOAT32))(x, w)
     np.testing.assert_array_equal(found.ravel(), [30, 0])
 
@@ -178,7 +178,7 @@ def test_rows_of_windows_add_up_to_convolutions_of_every_kind(
     monkeypatch.setattr(patches, "_LEAST_BYTES", 0)
     monkeypatch.setattr(patches, "_LEAST_ROWS", 0)
     monkeypatch.setattr(patches, "_writes_less_by_rows", lambda *_: True)
-    monkeypatch.setattr(places, "_of_places", lambda *_: 2**62)
+    monkeypatch.setattr(places, "_size_by_places", lambda *_: 2**62)
     monkeypatch.setattr(convolution, "_LEAST_FEATURES", 1)
     monkeypatch.setattr(convolution, "_LEAST_REUSED_IF_FAST", 1)
     assert_equal_derivatives(*example(name))

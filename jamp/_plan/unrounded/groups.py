@@ -20,6 +20,8 @@ Bound = Sequence[tuple[Var, Value]]
 
 @dataclass(eq=False)
 class Group:
+    """Equations that come together, to run in float32 as one function."""
+
     caster: Caster  # of the last of them
     eqns: list[JaxprEqn] = field(default_factory=list)
     # What enters and what is made, by the numbers of the values.

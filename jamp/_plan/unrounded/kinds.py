@@ -21,10 +21,10 @@ class Kind(NamedTuple):
     moves: bool = False  # whether it changes no number at all
     linear: bool = False  # whether its backward pass needs nothing of its operands
     scales: bool = False  # whether it scales or shifts 16 bits by a constant number
+    masks: bool = False  # whether it does so by constants, a number or an array
     compares: bool = False  # whether it takes 16 bits and gives none, as comparisons
     orders: bool = False  # whether it orders them, or says which come first
     view: bool = False  # whether calls in float32 that read its result do it themselves
-    masks: bool = False  # whether it does so by constants, a number or an array
 
 
 def is_float32_function(action: Action) -> bool:

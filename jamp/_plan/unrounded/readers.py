@@ -97,7 +97,10 @@ def _small(values: Sequence[Value]) -> set[int]:
 
 
 def _live(plan: Plan) -> Plan:
-    """A plan without the known actions that nobody reads, which XLA drops too."""
+    """A plan without the actions that nobody reads, which XLA drops too.
+
+    Those with effects stay, and those that the policy does not know.
+    """
     read = {value.number for value in plan.results}
     kept: list[Action] = []
     for action in reversed(plan.actions):
