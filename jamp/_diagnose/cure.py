@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from itertools import chain, product
+from itertools import chain
 from typing import Any, Literal, assert_never
 
 from jamp._diagnose import judge
@@ -249,7 +249,10 @@ def _attempts(before: Examination, examine: Examine) -> Iterator[list[Change]]:
         candidates = list(dict.fromkeys(chain.from_iterable(every)))
         yield from ([*chosen, change] for change in candidates)
         # Compiled as a whole, a program rounds otherwise: it may have no fault by now.
-        for first, change in product(examination.at_fault[:1], candidates):
+        if not examination.at_fault:
+            break
+        first = examination.at_fault[0]
+        for change in candidates:
             if not change.covers(first):
                 continue
             after = examine(change.apply(examination.settings))

@@ -154,7 +154,7 @@ class Diagnosis:
             lines.append(f"largest error of a result: {error:.2g} ({worst})")
         if self.healthy and self.loss_scale is None:
             lines.append(
-                "gradients were not looked at: loss_scale=1.0 has those of a loss"
+                "gradients were not looked at; of a loss, loss_scale=1.0 looks at them"
             )
         if self.gradient_error is not None:
             lines.append(f"error of the gradient as a whole: {self.gradient_error:.2g}")

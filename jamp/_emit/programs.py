@@ -64,8 +64,8 @@ def emit_checkpoint(emitter: Emitter, action: Structural, arrays: Arrays) -> Arr
     dtypes = [value.dtype for value in plan.arguments]
     if action.eqn.params["differentiated"]:
         taken = convert_all(taken, dtypes)
-    # As it is, one of a backward pass too, which `jax.checkpoint` would take for one
-    # without, and XLA for what the forward pass has computed already.
+    # Bound as the primitive that it is: `jax.checkpoint` would not know that it stands
+    # in a backward pass, and XLA would take it for what the forward pass has computed.
     program = emitter.closed(plan, taken, wide=wide)
     if not program.consts:
         return bind(action.eqn, [*taken, *wide.values()], jaxpr=program.jaxpr)

@@ -31,7 +31,7 @@ def outside_of_autocast(fn: Callable[_P, _R]) -> Callable[_P, _R]:
 def scaled(scale: jax.Array, outputs: Any) -> Any:
     """Every leaf times a scale; see `GradScaler.scale`."""
 
-    def times(leaf: Any) -> jax.Array:
+    def scaled_leaf(leaf: Any) -> jax.Array:
         expect(is_number(leaf), leaf, "outputs must be arrays or numbers,")
         array = jnp.asarray(leaf)
         inexact = jnp.issubdtype(array.dtype, jnp.inexact)
@@ -41,7 +41,7 @@ def scaled(scale: jax.Array, outputs: Any) -> Any:
         times_scale = array.astype(wide) * jnp.asarray(scale, wide)
         return times_scale.astype(array.dtype if keeps else wide)
 
-    found = jax.tree.map(times, outputs)
+    found = jax.tree.map(scaled_leaf, outputs)
     noted = _noted.get()
     if noted is not None:
         noted.extend(jax.tree.leaves(found))

@@ -81,7 +81,7 @@ class _Writer:
         # values that they are casts of.
         self._instead: dict[int, Value] = {}
         self._cast_of: dict[int, Value] = {}
-        # Float32 values that hold unrounded 16 bits.
+        # Float32 values whose numbers 16 bits hold as they are: to round them is none.
         self._moved: set[int] = set()
         self._elements = Elements(self._readers.kind, self._at_hand)
         self._probabilities = Probabilities(self._at_hand)
@@ -218,7 +218,7 @@ class _Writer:
         return value.number in self._views
 
     def _is_moved(self, value: Value) -> bool:
-        """Whether a value, in whatever dtype, holds 16 bits that were not rounded."""
+        """Whether 16 bits hold a value's numbers, in whatever dtype, as they are."""
         entering = self._entering(value)
         if entering.low:
             return not self._at_hand(entering)
