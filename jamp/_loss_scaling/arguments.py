@@ -63,7 +63,7 @@ def new_scale_of(old: jax.Array, value: Any) -> jax.Array:
     if isinstance(value, jax.Array):
         array = value.astype(jnp.float32)
         return jnp.where((array > 0) & jnp.isfinite(array), array, old)
-    if not 0 < np.float32(min(value, LARGEST)) or not value <= LARGEST:
+    if not (0 < value <= LARGEST and np.float32(value) > 0):
         raise ScalerError(
             f"new_scale must be positive and finite in float32, got {value}"
         )
@@ -123,13 +123,15 @@ def differences(grads: Any, params: Any) -> str:
     )
 
 
+def _paths_of(dtype: Any, tree: Any) -> list[Any]:
+    """Where the leaves of a dtype are in a tree."""
+    leaves = tree_leaves_with_path(tree)
+    return [path for path, leaf in leaves if getattr(leaf, "dtype", None) == dtype]
+
+
 def refuse_float16(tree: Any, what: str) -> None:
     """Raises if a tree, which the message calls `what`, has float16 leaves."""
-    paths = [
-        keystr(path)
-        for path, leaf in tree_leaves_with_path(tree)
-        if getattr(leaf, "dtype", None) == jnp.float16
-    ]
+    paths = [keystr(path) for path in _paths_of(jnp.float16, tree)]
     if paths:
         shown = ", ".join(paths[:5]) + (" ..." if len(paths) > 5 else "")
         # A tree that is one array has no path.
@@ -143,12 +145,8 @@ def refuse_float16(tree: Any, what: str) -> None:
 
 def refuse_narrowed(grads: Any, params: Any) -> None:
     """Raises for float16 gradients of float32 parameters."""
-    held: list[dict[Any, Any]] = [
-        {path: getattr(leaf, "dtype", None) for path, leaf in tree_leaves_with_path(of)}
-        for of in (grads, params)
-    ]
-    dtypes = {(dtype, held[1].get(path)) for path, dtype in held[0].items()}
-    if (np.dtype(np.float16), np.dtype(np.float32)) in dtypes:
+    narrow = _paths_of(jnp.float16, grads)
+    if narrow and not set(narrow).isdisjoint(_paths_of(jnp.float32, params)):
         raise ScalerError(
             "the gradients are float16 and the parameters float32, as where autocast "
             "is around the gradient: differentiate what it returns, "

@@ -140,6 +140,8 @@ def _checked_numbers(
 
 def _check_options(options: dict[str, Any]) -> None:
     """Raises for what is no option of `jax.value_and_grad`, or of flax.nnx's."""
+    if not options:
+        return
     nnx = sys.modules.get("flax.nnx")
     both = jax.value_and_grad, *([] if nnx is None else [nnx.value_and_grad])
     known = {name for fn in both for name in inspect.signature(fn).parameters}

@@ -20,6 +20,13 @@ whole_and_in_parts = pytest.mark.parametrize(
 )
 
 
+def products_of(fn, *args):
+    """What each product takes, without the dimension more that it may have in front."""
+    text = jax.jit(fn).lower(*args).as_text()
+    taken = r"tensor<(?:1x)?(.*)xbf16>"
+    return re.findall(rf"dot_general .*: \({taken}, {taken}\) ->", text)
+
+
 def temporary_bytes(fn, *args):
     compiled = jax.jit(fn).lower(*args).compile()
     return compiled.memory_analysis().temp_size_in_bytes
@@ -53,10 +60,7 @@ def test_pictures_with_features_first_are_transposed_and_not_their_patches():
     def loss(w, x):
         return jnp.sum(lax.conv(x, w, (1, 1), "SAME").astype(jnp.float32))
 
-    text = jax.jit(jax.value_and_grad(cast(loss))).lower(w, x).as_text()
-    taken = r"tensor<(?:1x)?(.*)xbf16>"
-    products = re.findall(rf"dot_general .*: \({taken}, {taken}\) ->", text)
-    assert products == [
+    assert products_of(jax.value_and_grad(cast(loss)), w, x) == [
         ("4x16x16x144", "144x64"),
         ("4x16x16x64", "4x16x16x9x16"),
     ]
@@ -124,8 +128,8 @@ def test_a_place_in_the_window_may_be_far_from_the_first():
     x = jnp.zeros((1, far + 2, 1), BFLOAT16).at[0, far].set(3)
     w = jnp.array([1, 10], BFLOAT16).reshape(2, 1, 1)
     numbers = lax.conv_dimension_numbers(x.shape, w.shape, ("NWC", "WIO", "NWC"))
-    shape = patches.ConvParams((1,), ((0, 0),), (1,), (far,), numbers, 1, 1)
-    found = jax.jit(lambda x, w: patches.by_windows(x, w, shape, [2], FLOAT32))(x, w)
+    conv = patches.ConvParams((1,), ((0, 0),), (1,), (far,), numbers, 1, 1)
+    found = jax.jit(lambda x, w: patches.by_windows(x, w, conv, [2], FLOAT32))(x, w)
     np.testing.assert_array_equal(found.ravel(), [30, 0])
 
 
@@ -185,7 +189,7 @@ def test_rows_of_windows_add_up_to_convolutions_of_every_kind(
 
 
 @pytest.mark.parametrize(
-    ("pixels", "features", "products"),
+    ("pixels", "features", "expected"),
     [
         (32, (64, 64), [("2x34x32x192", "192x192")]),
         # Of few features of pictures, patches are smaller than what would be added up.
@@ -195,19 +199,17 @@ def test_rows_of_windows_add_up_to_convolutions_of_every_kind(
     ],
 )
 @pytest.mark.usefixtures("amx")
-def test_patches_are_of_rows_where_less_is_written_for_them(pixels, features, products):
+def test_patches_are_of_rows_where_less_is_written_for_them(pixels, features, expected):
     x, w = jnp.ones((4, pixels, pixels, features[0])), jnp.ones((3, 3, *features))
 
     def convolve(x, w):
         return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=NHWC)
 
-    text = jax.jit(cast(convolve)).lower(x, w).as_text()
-    taken = r"tensor<(?:1x)?(.*)xbf16>"
-    assert re.findall(rf"dot_general .*: \({taken}, {taken}\) ->", text) == products
+    assert products_of(cast(convolve), x, w) == expected
 
 
 @pytest.mark.parametrize(
-    ("features", "strides", "products"),
+    ("features", "strides", "expected"),
     [
         ((64, 64), (1, 1), [("4x32x32x3x64", "4x32x32x3x64")]),
         ((64, 64), (1, 2), [("4x32x16x3x64", "4x32x16x3x64")]),
@@ -219,7 +221,7 @@ def test_patches_are_of_rows_where_less_is_written_for_them(pixels, features, pr
 )
 @pytest.mark.usefixtures("amx")
 def test_gradients_of_weights_are_of_rows_of_both_where_these_are_fewer_numbers(
-    features, strides, products
+    features, strides, expected
 ):
     x, w = jnp.ones((4, 32, 32, features[0])), jnp.ones((3, 3, *features))
 
@@ -227,9 +229,7 @@ def test_gradients_of_weights_are_of_rows_of_both_where_these_are_fewer_numbers(
         y = lax.conv_general_dilated(x, w, strides, "SAME", dimension_numbers=NHWC)
         return jnp.sum(y.astype(jnp.float32))
 
-    text = jax.jit(jax.grad(cast(loss))).lower(w, x).as_text()
-    taken = r"tensor<(?:1x)?(.*)xbf16>"
-    assert re.findall(rf"dot_general .*: \({taken}, {taken}\) ->", text) == products
+    assert products_of(jax.grad(cast(loss)), w, x) == expected
 
 
 @pytest.mark.usefixtures("amx")
