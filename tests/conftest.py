@@ -17,7 +17,7 @@ import pytest
 from jax._src.interpreters import mlir  # noqa: TID251
 from processors import processor_with
 
-from jamp._diagnose import judge
+from jamp._diagnose import examination
 
 # Compiling takes longer than any deadline; the same examples on every run.
 hypothesis.settings.register_profile(
@@ -57,14 +57,14 @@ if not hasattr(mlir, "_thread_local_context"):
 
 # The equations of small programs are much the same: what one diagnosis has compiled of
 # them serves the next.
-steps, examine = {}, judge.examine
+steps, examine = {}, examination.examine
 
 
-def examine_with_shared_steps(subject, settings, _, shown):
-    return examine(subject, settings, steps, shown)
+def examine_with_shared_steps(subject, _, shown, settings):
+    return examine(subject, steps, shown, settings)
 
 
-judge.examine = examine_with_shared_steps
+examination.examine = examine_with_shared_steps
 
 # Most objects are caches of JAX and stay: looking through them for garbage is in vain.
 gc.set_threshold(50_000, 20, 100)

@@ -8,9 +8,14 @@ from functools import reduce
 from itertools import chain
 from typing import Any, Literal, assert_never
 
-from jamp._diagnose import judge
 from jamp._diagnose.diagnosis import Suggestion
-from jamp._diagnose.judge import Examination, Fault
+from jamp._diagnose.examination import (
+    Examination,
+    run_again,
+    scale_of_skipped,
+    scale_window,
+)
+from jamp._diagnose.judge import Fault, behind, kind_of
 from jamp._diagnose.measure import Measured
 from jamp._diagnose.names import codes_around, leads_to, name_of
 from jamp._diagnose.program import Settings, Subject
@@ -132,7 +137,7 @@ def _rules(output: Measured, examination: Examination, broad: bool) -> list[Chan
 
 
 def _scales(output: Measured, examination: Examination) -> list[Change]:
-    window = judge.scale_window(examination)
+    window = scale_window(examination)
     if window is None or not output.scaled:
         return []
     low, high = window
@@ -184,7 +189,7 @@ def cure(
     faults = before.faults
     if not faults or any(fault.kind == "float32" for fault in faults):
         return faults, ()
-    scale = judge.scale_of_skipped(before)
+    scale = scale_of_skipped(before)
     if scale is not None:
         return faults, (_look_at_loss(scale),)
     changes = _find(subject, before, examine)
@@ -216,10 +221,10 @@ def _causes(faults: list[Fault], changes: list[Change]) -> list[Fault]:
     causes = [fault for fault in faults if changed(fault.measured)]
     if causes:
         return causes
-    led = [(m, fault) for fault in faults for m in judge.behind(fault) if changed(m)]
+    led = [(m, fault) for fault in faults for m in behind(fault) if changed(m)]
     # The first fault is a finding too, unless it only made an error grow.
     seen = [fault for fault in faults[:1] if fault.kind != "precision"]
-    causes = [Fault(judge.kind_of(m), m, fault.spoils) for m, fault in led[:1]]
+    causes = [Fault(kind_of(m), m, fault.spoils) for m, fault in led[:1]]
     return [*seen, *causes] or faults
 
 
@@ -228,7 +233,7 @@ def _find(subject: Subject, before: Examination, examine: Examine) -> list[Chang
 
     def cures(changes: Iterable[Change]) -> bool:
         settings = _applied(before.settings, changes)
-        return not judge.run_again(subject, settings, before).spoiled
+        return not run_again(subject, settings, before).spoiled
 
     for changes in filter(cures, _attempts(before, examine)):
         # The others may not need all of them.
@@ -271,7 +276,7 @@ def _attempts(before: Examination, examine: Examine) -> Iterator[list[Change]]:
 def _further(examination: Examination) -> list[Change]:
     """Changes for what led to the faults, the nearest first."""
     found: dict[Change, None] = {}
-    for measured in chain.from_iterable(map(judge.behind, examination.faults)):
+    for measured in chain.from_iterable(map(behind, examination.faults)):
         changes = changes_for(measured, examination)
         local = [c for c in changes if c.kind not in ("loss_scale", "primitive")]
         found.update(dict.fromkeys(local[:1]))

@@ -34,6 +34,7 @@ from jamp._lowerings.pictures import (
     merged,
     ordered,
     rounded,
+    window_sizes,
 )
 from jamp._lowerings.places import are_by_rows, by_places
 from jamp._lowerings.processor import this_processor
@@ -83,12 +84,12 @@ def _convolved(lhs: Any, rhs: Any, conv: ConvParams, to: DType, wide: Any) -> An
     """A convolution without a dilated left operand."""
     outs = _out_sizes(lhs, rhs, conv)
     form = _form_of(lhs, rhs, conv, outs)
-    if form is _by_xla:
+    if form is None:
         return _by_xla(wide, rhs, conv, to)
     if form not in (_by_windows, _by_places):
         return form(wide, rhs, conv, outs, to)
-    count = _window(rhs, conv) if form is _by_windows else math.prod(outs)
-    if count == 1:
+    counted = window_sizes(rhs, conv) if form is _by_windows else outs
+    if math.prod(counted) == 1:
         pictures = lhs
     else:
         # Pictures are rounded part by part: XLA would write them all, twice if they are
@@ -100,17 +101,17 @@ def _convolved(lhs: Any, rhs: Any, conv: ConvParams, to: DType, wide: Any) -> An
 
 def _form_of(
     lhs: Any, rhs: Any, conv: ConvParams, outs: Sequence[int]
-) -> Callable[..., Any]:
-    """What computes a convolution without a dilated left operand."""
-    window, places = _window(rhs, conv), math.prod(outs)
+) -> Callable[[Any, Any, ConvParams, Sequence[int], DType], Any] | None:
+    """What computes a convolution without a dilated left operand, if not XLA."""
+    window, places = math.prod(window_sizes(rhs, conv)), math.prod(outs)
     if places and is_depthwise(lhs, rhs, conv) and window <= _MOST_SLICES:
         return depthwise
     of_weights = conv.batch_group_count > 1 and 0 < places <= _MOST_SLICES
     if of_weights and is_gradient_of_depthwise(lhs, rhs, conv):
         return gradient_of_depthwise
     in_groups = conv.feature_group_count > 1 or conv.batch_group_count > 1
-    worth = places and not in_groups and _are_worth(lhs, rhs, conv, outs)
     by_window = window <= places and not of_weights
+    worth = places and not in_groups and _are_worth(lhs, rhs, conv, outs, by_window)
     if not in_groups and has_tiles(rhs, conv, outs):
         reused, into = (rhs.shape[d] for d in conv.dimension_numbers.rhs_spec[:2])
         large = window * into >= _LEAST_IN_TILES and reused >= _LEAST_REUSED_IF_FAST
@@ -118,13 +119,8 @@ def _form_of(
         if window > 1 and (places > 1 if of_gradient else large and not worth):
             return of_tiles
     if not (of_weights or worth):
-        return _by_xla
+        return None
     return _by_windows if by_window else _by_places
-
-
-def _window(rhs: Any, conv: ConvParams) -> int:
-    """How many places the window has."""
-    return math.prod(rhs.shape[d] for d in conv.dimension_numbers.rhs_spec[2:])
 
 
 def _by_windows(
@@ -158,13 +154,13 @@ def _by_places(
     return by_places(pictures, from_bits(moved), conv, outs, to)
 
 
-def _are_worth(lhs: Any, rhs: Any, conv: ConvParams, outs: Sequence[int]) -> bool:
+def _are_worth(
+    lhs: Any, rhs: Any, conv: ConvParams, outs: Sequence[int], by_window: bool
+) -> bool:
     """Whether patches are worth their time."""
-    window, places = _window(rhs, conv), math.prod(outs)
-    by_window = window <= places
     strided = not by_window and math.prod(conv.rhs_dilation) > 1
     reused, into = (rhs.shape[d] for d in conv.dimension_numbers.rhs_spec[:2])
-    count = min(window, places)
+    count = math.prod(window_sizes(rhs, conv) if by_window else outs)
     # Slices of few features take longer to stack than the convolution.
     long = not by_window or into >= _LEAST_FEATURES
     by_rows = not by_window and are_by_rows(lhs, rhs, conv, outs)
@@ -235,8 +231,7 @@ def _by_phases(lhs: Any, rhs: Any, conv: ConvParams, to: DType) -> Any:
     phased = features >= _LEAST_PHASED and math.prod(dilations) <= _MOST_SLICES
     if not phased and makes_tiles(rhs, conv):
         return into_tiles(lhs, rhs, conv, outs, to)
-    window = [rhs.shape[d] for d in conv.dimension_numbers.rhs_spec[2:]]
-    if math.prod(map(min, dilations, window)) > _MOST_SLICES:
+    if math.prod(map(min, dilations, window_sizes(rhs, conv))) > _MOST_SLICES:
         return _by_xla(lhs, rhs, conv, to)
     rounds = [-(-size // d) for size, d in zip(outs, dilations, strict=True)]
     stacked = jnp.stack(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jamp._dtypes import FLOAT32, DType
-from jamp._lowerings.pictures import ConvParams, arranged, padded
+from jamp._lowerings.pictures import ConvParams, arranged, padded, window_sizes
 
 # Of so many rows of a picture at a time the products are added up before the sums of
 # the rows before are read.
@@ -106,8 +106,7 @@ def gradient_of_depthwise(
     In a loop over pictures, and over rows of each, their products are added up element
     by element, for all places in the window; at the end those of each feature are.
     """
-    window, out_spec = conv.dimension_numbers.rhs_spec[2:], conv.dimension_numbers[2]
-    first, *places = (rhs.shape[d] for d in window)
+    first, *places = window_sizes(rhs, conv)
     rows = _Rows.of(first, outs, conv)
     pictures, cotangents = _in_rows(lhs, rhs, conv, rows)
     others = [*itertools.product(*map(range, outs[1:]))]
@@ -134,7 +133,9 @@ def gradient_of_depthwise(
     summed = [total.sum(range(1, total.ndim - 1)) for total in totals]
     result = jnp.stack(summed, 1).reshape(*outs, 1, -1)
     order = [len(outs), len(outs) + 1, *range(len(outs))]
-    return lax.convert_element_type(arranged(result, order, out_spec), to)
+    return lax.convert_element_type(
+        arranged(result, order, conv.dimension_numbers.out_spec), to
+    )
 
 
 def _in_rows(lhs: Any, rhs: Any, conv: ConvParams, rows: _Rows) -> tuple[Any, Any]:

@@ -22,6 +22,7 @@ from jamp._lowerings.pictures import (
     merged,
     padded,
     rounded,
+    window_sizes,
     zeros_after,
 )
 from jamp._lowerings.product import multiply_on_cpu
@@ -66,7 +67,7 @@ def by_windows(
     added up. At a time it is those of some pictures, or of some rows of one.
     """
     (batch, _, *spatial), (out, into, *window), out_spec = conv.dimension_numbers
-    windows = [rhs.shape[d] for d in window]
+    windows = window_sizes(rhs, conv)
     steps = steps_of(lhs, conv, outs, conv.window_strides, windows, conv.rhs_dilation)
     if math.prod(windows) == 1:
         weights = lax.transpose(rhs, (*window, into, out)).reshape(rhs.shape[into], -1)

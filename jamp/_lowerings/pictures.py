@@ -28,6 +28,11 @@ class ConvParams(NamedTuple):
         return cls(*(params[name] for name in cls._fields))
 
 
+def window_sizes(rhs: Any, conv: ConvParams) -> list[int]:
+    """The sizes of the window, which are those of the weights but for features."""
+    return [rhs.shape[d] for d in conv.dimension_numbers.rhs_spec[2:]]
+
+
 def as_bits(array: Any) -> Any:
     """Numbers of bfloat16 as their bits, where XLA would move them as float32.
 

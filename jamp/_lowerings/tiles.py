@@ -19,6 +19,7 @@ from jamp._lowerings.pictures import (
     from_bits,
     padded,
     rounded,
+    window_sizes,
 )
 from jamp._lowerings.product import multiply_on_cpu
 from jamp._lowerings.releases import MOVES_BFLOAT16_AS_FLOAT32
@@ -30,9 +31,8 @@ def has_tiles(rhs: Any, conv: ConvParams, outs: Sequence[int]) -> bool:
     Either the windows lie side by side or, as for the gradient of such weights, their
     places do.
     """
-    steps = zip(
-        conv.window_strides, conv.rhs_dilation, _taps(rhs, conv), outs, strict=True
-    )
+    sizes = window_sizes(rhs, conv)
+    steps = zip(conv.window_strides, conv.rhs_dilation, sizes, outs, strict=True)
     return all(
         (stride == taps and (dilation == 1 or taps == 1))
         or (dilation == out and (stride == 1 or out == 1))
@@ -46,7 +46,7 @@ def makes_tiles(rhs: Any, conv: ConvParams) -> bool:
     The window has neither strides nor a dilation.
     """
     grouped = conv.feature_group_count > 1 or conv.batch_group_count > 1
-    return not grouped and [*conv.lhs_dilation] == _taps(rhs, conv)
+    return not grouped and [*conv.lhs_dilation] == window_sizes(rhs, conv)
 
 
 def of_tiles(
@@ -54,7 +54,7 @@ def of_tiles(
 ) -> Any:
     """Pictures in tiles, each times the weights."""
     (batch, feature, *spatial), (out, into, *window), out_spec = conv.dimension_numbers
-    taps = _taps(rhs, conv)
+    taps = window_sizes(rhs, conv)
     sizes = [o * t for o, t in zip(outs, taps, strict=True)]
     padding = [
         (low, size - low - lhs.shape[d])
@@ -114,10 +114,6 @@ def into_tiles(
     return arranged(
         from_bits(tiles), [0, lhs.ndim - 1, *range(1, lhs.ndim - 1)], out_spec
     )
-
-
-def _taps(rhs: Any, conv: ConvParams) -> list[int]:
-    return [rhs.shape[d] for d in conv.dimension_numbers.rhs_spec[2:]]
 
 
 def _moved(array: Any, order: Sequence[int]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jamp import _dtypes
@@ -93,8 +94,7 @@ def _keep_sums(
         found = [value.kept for value in trial.results[: len(carry)]]
         added = _added_to(found, depth)
         if all(place in added for place, low in enumerate(sums) if low):
-            trial.results = [*found, *trial.results[len(carry) :]]
-            return trial, kept
+            return replace(trial, results=[*found, *trial.results[len(carry) :]]), kept
         # The others stay in 16 bits, and may take with them what comes from them.
         sums = [low if place in added else None for place, low in enumerate(sums)]
     return inner, dtypes

@@ -16,9 +16,10 @@ from jamp._compat import is_plain_array, settings
 from jamp._dtypes import FLOAT32
 from jamp._equations import closed, constants, nested, runs_in_float32
 from jamp._errors import BannedOpError
+from jamp._plan.equation import Equation
 from jamp._plan.listed_calls import ruling_of_called
 from jamp._plan.plain_equations import plan_as_traced
-from jamp._plan.plan import Cast, Equation, Float32Call, Plan, Structural
+from jamp._plan.plan import Cast, Float32Call, Plan, Structural
 from jamp._plan.programs import structural
 from jamp._plan.records import with_inner
 from jamp._plan.values import Value
@@ -38,10 +39,8 @@ def plan_custom_call(equation: Equation) -> list[Value]:
     if any(value.traits.sum_dtype for value in operands):
         # As logaddexp, it may add to a loop's sum, or hand on one that was added to.
         kept = [value.kept for value in operands]
-        trial = equation.plan_held(program, kept)
-        results = [value.kept for value in trial.results]
-        if any(value.adds for value in results):
-            trial.results = results
+        trial = equation.plan_held(program, kept).handing_on_sums
+        if any(value.adds for value in trial.results):
             inner, operands = trial, kept
     # Whether other rules would change is known only once JAX asks for them.
     changed = name != "custom_jvp_call" or inner.changed or _changes_rule(equation)

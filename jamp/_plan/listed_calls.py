@@ -10,7 +10,8 @@ from jax.extend.core import JaxprEqn, jaxprs_in_params
 from jamp import _dtypes, _primitives
 from jamp._dtypes import FLOAT32, DType
 from jamp._equations import followed, is_cheap, nested, read_by, runs_in_float32
-from jamp._plan.plan import Caster, Context, Environment, Float32Call
+from jamp._plan.equation import Environment
+from jamp._plan.plan import Caster, Context, Float32Call
 from jamp._plan.products import explicit_precision
 from jamp._plan.records import Origin, Record, Returned, Ruling, with_inner
 from jamp._plan.sums import carried_through

@@ -13,7 +13,8 @@ from jamp._equations import holds_program
 from jamp._lowerings.hook import has_own_primitive, has_own_product
 from jamp._plan.biases import bias_dims, keep_float32, moved, product_and_bias
 from jamp._plan.dtypes import Dtypes, choose, result_dtypes
-from jamp._plan.plan import Bind, Broadcast, Equation
+from jamp._plan.equation import Equation
+from jamp._plan.plan import Bind, Broadcast
 from jamp._plan.products import adds_nothing, explicit_precision
 from jamp._plan.records import Origin, Ruling
 from jamp._plan.sums import carried_sums, made_of

@@ -16,6 +16,7 @@ from jax.extend.core import JaxprEqn
 from jamp._compat import is_plain_array, transformations
 from jamp._dtypes import FLOAT32, LOW_DTYPES, DType, eligible, exceeds_16_bits
 from jamp._errors import BannedOpError, JampWarning
+from jamp._plan.equation import Environment, Equation
 from jamp._plan.listed_calls import ListedCall, plan_listed_call
 from jamp._plan.plain_equations import (
     plan_as_traced,
@@ -24,15 +25,7 @@ from jamp._plan.plain_equations import (
     plan_rounding,
     rounds_nothing,
 )
-from jamp._plan.plan import (
-    Cast,
-    Caster,
-    Context,
-    Environment,
-    Equation,
-    Plan,
-    Source,
-)
+from jamp._plan.plan import Cast, Caster, Context, Plan, Source
 from jamp._plan.products import adds_nothing
 from jamp._plan.programs import STRUCTURAL, StructuralRule
 from jamp._plan.records import Origin, Record, Returned, Ruling

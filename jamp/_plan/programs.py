@@ -19,8 +19,9 @@ from jamp._plan.carries import (
     meet,
     settled_carry,
 )
+from jamp._plan.equation import Equation
 from jamp._plan.plain_equations import plan_plain
-from jamp._plan.plan import Equation, Plan
+from jamp._plan.plan import Plan
 from jamp._plan.records import Conversion
 from jamp._plan.values import Traits, Value, Values
 from jamp._policy.rules import Rule
@@ -53,7 +54,7 @@ def plan_jit(equation: Equation) -> list[Value]:
     operands = [value.kept for value in equation.operands]
     hoisted = range(len(operands) if equation.eqn.primitive.name == "jit" else 0)
     inner = equation.plan_held(equation.eqn.params["jaxpr"], operands, hoisted)
-    inner.results = [value.kept for value in inner.results]
+    inner = inner.handing_on_sums
     extras = equation.hoisted_casts(operands, inner)
     return equation.bind_with(inner, [*operands, *extras])
 
@@ -74,7 +75,7 @@ def plan_shard_map(equation: Equation) -> list[Value]:
     program = closed(equation.eqn.params["jaxpr"])
     operands = [value.kept for value in equation.operands]
     inner = equation.plan_held(program, _parts(program.in_avals, operands))
-    inner.results = [value.kept for value in inner.results]
+    inner = inner.handing_on_sums
     equation.record_held(inner)
     if not inner.changed:
         return equation.bind_as_traced()
@@ -198,9 +199,9 @@ def plan_cond(equation: Equation) -> list[Value]:
     """Plans a conditional or switch; its branches meet at the widest dtypes."""
     index, *inputs = [value.kept for value in equation.operands]
     programs = equation.eqn.params["branches"]
-    branches = [equation.plan_held(program, inputs) for program in programs]
-    for branch in branches:
-        branch.results = [value.kept for value in branch.results]
+    branches = [
+        equation.plan_held(program, inputs).handing_on_sums for program in programs
+    ]
     equation.record_held(*branches)
     if not any(branch.changed for branch in branches):
         return equation.bind_as_traced()
