@@ -1,10 +1,13 @@
 """Between a product and a reader in float32 nothing rounds what it reads."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from devices import LOW, each_device
+from jax import lax
 from jax.scipy import special
 from unrounded import EYE, activations, assert_gradient_near, both, error_in_roundings
 
@@ -139,3 +142,31 @@ def test_what_is_repeated_may_have_been_cast_to_float32_before(device):
 
     x = np.full((64, 64), 3, np.float32)
     np.testing.assert_array_equal(jamp.autocast(squares, device_type=device)(x), 4)
+
+
+def of_a_branch(h):
+    """The cotangents of a branch, which JAX hands what it had read once more."""
+
+    def either(h):
+        return lax.cond(jnp.cos(0.0) > 0, lambda _: h, jnp.ones_like, h)
+
+    return jnp.tanh(jax.grad(lambda h: either(h).sum())(h))
+
+
+def of_a_rule(h):
+    """What a function with a derivative rule makes of the first of two operands."""
+    doubled = jax.custom_jvp(lambda a, _: 2 * a)
+    doubled.defjvp(lambda primals, tangents: (2 * primals[0], 2 * tangents[0]))
+    return doubled(h, h)
+
+
+@each_device
+@pytest.mark.parametrize("hand_over", [of_a_branch, of_a_rule])
+def test_what_is_handed_over_twice_may_be_read_once(hand_over, device):
+    def fn(x):
+        return hand_over(x @ jnp.ones((4, 4)) / 4).sum()
+
+    low = jamp.autocast(fn, device_type=device)
+    x = jnp.full((4, 4), 0.5)
+    actual, expected = (jax.value_and_grad(f)(x) for f in (low, fn))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2**-7), actual, expected)

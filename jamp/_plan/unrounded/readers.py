@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import chain
@@ -85,6 +85,11 @@ def _sums(eqns: Iterable[JaxprEqn]) -> bool:
 def _adds(action: Bind | Structural, lows: set[int]) -> bool:
     """Whether an equation adds two arrays of 16 bits."""
     return action.eqn.primitive.name in ("add", "add_any") and len(lows) == 2
+
+
+def _numbers_at_others(values: Values, places: Container[int]) -> set[int]:
+    """The numbers of 16-bit values that stand anywhere but at some places."""
+    return {v.number for p, v in enumerate(values) if v.low and p not in places}
 
 
 def _small(values: Sequence[Value]) -> set[int]:
@@ -211,18 +216,18 @@ class Readers:
         """What reads a value in float32, as far as is known, in program order."""
         return [*reversed(self.wide.get(number, {}))]
 
-    def _widen_apart(self, action: Structural) -> set[int]:
-        """Notes what programs that run apart take in float32, and returns it."""
+    def _widen_apart(self, action: Structural) -> frozenset[int]:
+        """Notes what programs that run apart take in float32; returns its places."""
         apart = apart_from(action)
         if apart is None:
-            return set()
+            return frozenset()
         _, places = self.of_apart(action, apart)
         numbers = {p: action.operands[p].number for p in places}
         wide = {n for p, n in numbers.items() if action.operands[p].low}
         self._widen(wide, _names(action))
         first = apart.skipped + apart.inputs
         self.added_up |= wide & {n for p, n in numbers.items() if p >= first}
-        return wide
+        return places
 
     def _widen(self, numbers: Iterable[int], names: Iterable[str]) -> None:
         """Adds readers in float32."""
@@ -325,11 +330,12 @@ class Readers:
         """
         if isinstance(action, Structural) and action.is_call:
             return self._add_call(action, lows)
+        places: Container[int] = ()
+        if isinstance(action, Structural):
+            places = self._widen_apart(action)
         # Those that are cast for it are read by their casts; what it takes in 16 bits
         # may be what a value that it reads was widened from.
-        rounded = {value.number for value in action.operands if value.low}
-        if isinstance(action, Structural):
-            rounded -= self._widen_apart(action)
+        rounded = _numbers_at_others(action.operands, places)
         self.low |= rounded
         extreme = action.eqn.primitive.name in _primitives.EXTREMES
         if extreme or isinstance(action, Structural):
@@ -347,10 +353,9 @@ class Readers:
             inside = known[program.inputs[place].number]
             self._widen([numbers[place]], inside)
             names = () if inside else names
-        wide = {numbers[place] for place in inputs.wide}
         self.low |= {numbers[place] for place in inputs.low}
         self.pinned |= {numbers[place] for place in inputs.pinned}
         self.added_up |= {numbers[place] for place in inputs.added_up}
         # What nobody reads inside is handed in as it is.
-        self.low |= lows - wide
+        self.low |= lows & _numbers_at_others(action.operands, inputs.wide)
         return names
