@@ -84,6 +84,7 @@ LOOPS = {
 }
 CALLS = {
     "jit": lambda f, c: jax.jit(f)(c),
+    "jit_of_two": lambda f, c: jax.jit(lambda c, _: f(c))(c, c),
     "checkpoint": lambda f, c: jax.checkpoint(f)(c),
     "checkpoint_dots": lambda f, c: jax.checkpoint(f, policy=DOTS)(c),
     "named_scope": scoped,
@@ -98,6 +99,9 @@ MAPS = {
 # These take two functions, and `n`.
 BRANCHES = {
     "cond": lambda f, g, c, n: lax.cond(n[0] > 1, f, g, c),
+    "cond_of_two": lambda f, g, c, n: lax.cond(
+        n[0] > 1, lambda c, _: f(c), lambda c, _: g(c), c, c
+    ),
     "switch": lambda f, g, c, n: lax.switch(n[1], [f, g, lambda c: c], c),
 }
 # What their functions close over is passed too.
