@@ -11,11 +11,13 @@ from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes, _primitives
 from jamp._plan.programs import STRUCTURAL
-from jamp._plan.records import Record
+from jamp._plan.records import Origin, Record
 from jamp._policy.rules import Rule
 from jamp._tracing.locations import Location, library_location, location
 from jamp._tracing.regions import modules
 
+# What has a rule by its own entry in the policy.
+_ENTRIES = {Origin.SCOPE, Origin.FUNCTION, Origin.PRIMITIVE}
 # What calls programs, which count in its place.
 _COUNTED_INSIDE = STRUCTURAL.keys() - _primitives.COLLECTIVES
 
@@ -61,7 +63,7 @@ def _operation(record: Record, times: int) -> Operation:
     if ruling.rule is Rule.LOWER and record.is_product and uncast:
         # As complex numbers.
         reason = why = f"{uncast[0]} is not cast"
-    elif ruling.rule is Rule.AS_TRACED:
+    elif ruling.rule is Rule.AS_TRACED and ruling.origin not in _ENTRIES:
         why = reason
     atoms = eqn.invars if record.is_product else eqn.outvars
     result_bytes: Counter[str] = Counter()

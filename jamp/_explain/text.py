@@ -15,7 +15,7 @@ MODULE_HEAD = ("module", "dtype", *FIGURES, "where")
 
 _EXACT = ("bool", "int", "uint")
 # How wide a name may be, and a path of modules.
-_NAME, _PATH = 20, 20
+_NAME, _PATH = 20, 28
 # Where a long name may be cut.
 _WORD = re.compile(r"(?<=[_./])|(?<=[a-z])(?=[A-Z])")
 
@@ -133,7 +133,7 @@ def _cut(note: Note) -> str:
 def place(row: Row, path: str) -> str:
     """A path of modules, of a long one the end, and a line; or two lines alone."""
     if len(path) > _PATH:
-        path = "" if row.first.library else f"..{_end(path, _PATH - 2)}"
+        path = "" if row.first.library else f"..{_end_of_path(path, _PATH - 2)}"
     return " ".join(filter(None, (row.only, path, row.location))) or "-"
 
 
@@ -142,6 +142,15 @@ def _end(name: str, width: int) -> str:
     words = _WORD.split(name)
     ends = ("".join(words[i:]) for i in range(len(words)))
     return next((end for end in ends if len(end) <= width), name[-width:])
+
+
+def _end_of_path(path: str, width: int) -> str:
+    """The last modules that fit; of one inside of another so much as fits."""
+    cuts = (at + 1 for at, sign in enumerate(path) if sign == "/")
+    ends = (path[at:] for at in cuts)
+    return next(
+        (end for end in ends if "/" in end and len(end) <= width), path[-width:]
+    )
 
 
 def joined(names: Iterable[str]) -> str:

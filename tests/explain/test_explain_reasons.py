@@ -82,3 +82,25 @@ def test_an_outer_product_in_a_listed_function_is_no_matmul():
     report = jamp.explain(outer, policy=policy)(X[0])
     assert report.low_byte_share == 1
     assert not report.matmuls
+
+
+def test_what_the_policy_leaves_as_traced_says_so():
+    report = jamp.explain(lambda x: x.astype(int) | 1, device_type="gpu")(X)
+    (line,) = [line for line in str(report).splitlines() if line.startswith("or ")]
+    assert line.split()[3] == "as_traced"
+
+
+def test_blocks_with_long_names_are_told_apart():
+    names = "encoderblock_0", "encoderdecoderblock_0", "decoderblock_10"
+
+    def fn(x, *weights):
+        for name, w in zip(names, weights, strict=True):
+            with jax.named_scope(name), jax.named_scope("MlpBlock_0"):
+                x = jnp.tanh(x @ w)
+        return x
+
+    report = jamp.explain(fn, device_type="gpu")(X, *[jnp.ones((8, 8))] * 3)
+    places = {
+        line.split()[4] for line in str(report).splitlines() if "MlpBlock_0" in line
+    }
+    assert len(places) == len(names)
