@@ -225,9 +225,9 @@ def _returned(value: Value) -> Returned:
 
 def _stays_as_traced(product: JaxprEqn) -> bool:
     """Whether a product is one that autocast leaves, with all that it takes."""
-    dtypes = map(_dtypes.dtype_of, product.invars[:2])
-    left = any(_dtypes.is_complex(d) or _dtypes.is_float64(d) for d in dtypes)
-    return left or explicit_precision(product)
+    dtypes = list(map(_dtypes.dtype_of, product.invars[:2]))
+    cast = all(_dtypes.eligible(d) and not _dtypes.is_float64(d) for d in dtypes)
+    return not cast or explicit_precision(product)
 
 
 def _has_no_product(eqns: Sequence[JaxprEqn]) -> bool:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from devices import each_device
 from flax import linen, nnx
 from jaxprs import equations, matmul_dtypes, traced
 
@@ -119,3 +120,23 @@ def test_a_result_wider_than_a_layers_16_bits_is_kept(library, dtype):
     actual = jax.jit(run)(x44)
     assert actual.dtype == jnp.float32
     np.testing.assert_array_equal(actual, layer(x44))
+
+
+@each_device
+def test_a_layer_whose_product_is_of_integers_is_not_rounded_before_it(device):
+    def quantized(array):
+        scale = jnp.abs(array).max() / 127
+        return jnp.round(array / scale).astype(jnp.int8), scale
+
+    def product(x, w, numbers, precision=None, preferred_element_type=None):
+        del precision, preferred_element_type
+        (x, x_scale), (w, w_scale) = quantized(x), quantized(w)
+        found = jax.lax.dot_general(x, w, numbers, preferred_element_type=jnp.int32)
+        return found * x_scale * w_scale
+
+    layer = linen.Dense(16, dot_general=product)
+    x = jax.random.normal(jax.random.key(0), (8, 32))
+    variables = layer.init(jax.random.key(1), x)
+    actual = jamp.autocast(layer.apply, device_type=device)(variables, x)
+    assert actual.dtype == jnp.float32
+    np.testing.assert_allclose(actual, layer.apply(variables, x), rtol=1e-6)
