@@ -128,7 +128,7 @@ _PLAIN: list[tuple[tuple[Any, ...], str]] = [
         (_KEY,),
         """
         jax.random.cauchy jax.random.exponential jax.random.gumbel jax.random.laplace
-        jax.random.logistic jax.random.maxwell jax.random.normal
+        jax.random.logistic jax.random.maxwell jax.random.normal jax.random.uniform
         """,
     ),
     (
@@ -138,6 +138,7 @@ _PLAIN: list[tuple[tuple[Any, ...], str]] = [
         jax.random.pareto jax.random.rayleigh jax.random.t jax.random.wald
         """,
     ),
+    ((_KEY, 0.5), "jax.random.bernoulli"),
     ((_KEY, 2.0, 2.0), "jax.random.beta jax.random.f jax.random.weibull_min"),
     ((_KEY, -1.0, 1.0), "jax.random.truncated_normal"),
     ((_KEY, _ones(3)), "jax.random.dirichlet"),
