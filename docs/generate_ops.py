@@ -143,17 +143,19 @@ def deciding(records: Sequence[Any], dtypes: set[Any]) -> str:
     for record in reversed(records):
         if settled.get(record.ruling.rule.value, set()) & set(record.results):
             return _ruling(record)
+    moving = any(record.ruling.rule.value == "promote" for record in records)
+    # What is moved need not be what a function made as traced, as dropout's mask.
+    others = {*settled, "as_traced"} if moving else settled
     handed_on = [
         record
         for record in reversed(records)
-        if record.ruling.rule.value not in settled
+        if record.ruling.rule.value not in others
         and (record.ruling.function or record.ruling.rule.value == "internal_float32")
     ]
     # Of what hands on the dtype that came in, rounding says more than moving.
     handed_on.sort(key=lambda record: record.ruling.rule.value != "internal_float32")
     if handed_on:
         return _ruling(handed_on[0])
-    moving = any(record.ruling.rule.value == "promote" for record in records)
     return "promote" if moving else "as traced"
 
 
