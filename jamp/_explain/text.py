@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 from jamp._explain.figures import Counted, Figures, Row, line_of, runs, short
@@ -16,7 +16,8 @@ MODULE_HEAD = ("module", "dtype", *FIGURES, "where")
 _EXACT = ("bool", "int", "uint")
 # How wide a name may be, and a path of modules.
 _NAME, _PATH = 20, 28
-# Where a long name may be cut.
+# Where a long name may be cut, and a path.
+_MODULE = re.compile("(?<=/)")
 _WORD = re.compile(r"(?<=[_./])|(?<=[a-z])(?=[A-Z])")
 
 
@@ -113,7 +114,7 @@ def brief(row: Row) -> str:
     if len(last) <= _NAME:
         return last
     first, *_ = _WORD.split(last)
-    return f"{first}..{_end(last, _NAME - len(first) - 2)}"
+    return f"{first}..{_end(_WORD.split(last), _NAME - len(first) - 2)}"
 
 
 def why(row: Row, report: Figures, name: str) -> str:
@@ -133,24 +134,18 @@ def _cut(note: Note) -> str:
 def place(row: Row, path: str) -> str:
     """A path of modules, of a long one the end, and a line; or two lines alone."""
     if len(path) > _PATH:
-        path = "" if row.first.library else f"..{_end_of_path(path, _PATH - 2)}"
+        path = (
+            ""
+            if row.first.library
+            else f"..{_end(_MODULE.split(path), _PATH - 2, least=2)}"
+        )
     return " ".join(filter(None, (row.only, path, row.location))) or "-"
 
 
-def _end(name: str, width: int) -> str:
-    """The last words of a name that fit."""
-    words = _WORD.split(name)
-    ends = ("".join(words[i:]) for i in range(len(words)))
-    return next((end for end in ends if len(end) <= width), name[-width:])
-
-
-def _end_of_path(path: str, width: int) -> str:
-    """The last modules that fit; of one inside of another so much as fits."""
-    cuts = (at + 1 for at, sign in enumerate(path) if sign == "/")
-    ends = (path[at:] for at in cuts)
-    return next(
-        (end for end in ends if "/" in end and len(end) <= width), path[-width:]
-    )
+def _end(parts: Sequence[str], width: int, least: int = 1) -> str:
+    """The last parts of a name that fit; where the last `least` do not, their end."""
+    ends = ["".join(parts[i:]) for i in range(max(1, len(parts) - least + 1))]
+    return next((end for end in ends if len(end) <= width), ends[-1][-width:])
 
 
 def joined(names: Iterable[str]) -> str:

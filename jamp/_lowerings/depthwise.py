@@ -55,7 +55,7 @@ def depthwise(
     for d, size, stride in zip(spatial, outs, conv.window_strides, strict=True):
         sizes[d], strides[d] = (size - 1) * stride + 1, stride
     total: Any = None
-    for place in itertools.product(*(range(rhs.shape[d]) for d in window)):
+    for place in itertools.product(*map(range, window_sizes(rhs, conv))):
         for d, at, dilation in zip(spatial, place, conv.rhs_dilation, strict=True):
             starts[d] = at * dilation
         limits = [start + size for start, size in zip(starts, sizes, strict=True)]

@@ -225,9 +225,8 @@ def _returned(value: Value) -> Returned:
 
 def _stays_as_traced(product: JaxprEqn) -> bool:
     """Whether a product is one that autocast leaves, with all that it takes."""
-    dtypes = list(map(_dtypes.dtype_of, product.invars[:2]))
-    cast = all(_dtypes.eligible(d) and not _dtypes.is_float64(d) for d in dtypes)
-    return not cast or explicit_precision(product)
+    dtypes = map(_dtypes.dtype_of, product.invars[:2])
+    return not all(map(_dtypes.eligible, dtypes)) or explicit_precision(product)
 
 
 def _has_no_product(eqns: Sequence[JaxprEqn]) -> bool:

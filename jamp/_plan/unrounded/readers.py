@@ -280,7 +280,7 @@ class Readers:
         """Adds how an equation reads its operands, of which some have 16 bits."""
         found = self.kind(action)
         if found is None:
-            self._add_operands(action, lows)
+            self._add_operands(action)
             return
         made = {value.number for value in action.results}
         if _adds(action, lows):
@@ -298,7 +298,7 @@ class Readers:
             self.unrounded.add(action)
             self._widen(lows, chain.from_iterable(self.wide.get(n, ()) for n in made))
             return
-        names = self._add_operands(action, lows)
+        names = self._add_operands(action)
         rounds = found.gives_low and not found.orders
         if found.compares or (rounds and (not found.exact or made & self.wide.keys())):
             self._widen(lows, names)
@@ -322,14 +322,14 @@ class Readers:
             return False
         return any(self._counts[number] > 1 for number in made & self._added)
 
-    def _add_operands(self, action: Bind | Structural, lows: set[int]) -> Sequence[str]:
+    def _add_operands(self, action: Bind | Structural) -> Sequence[str]:
         """Adds which 16 bits an equation needs, and what its programs take wide.
 
         Returns:
           What it is called if it reads in float32, unless its program's readers are.
         """
         if isinstance(action, Structural) and action.is_call:
-            return self._add_call(action, lows)
+            return self._add_call(action)
         places: Container[int] = ()
         if isinstance(action, Structural):
             places = self._widen_apart(action)
@@ -342,7 +342,7 @@ class Readers:
             self.pinned |= rounded
         return _names(action)
 
-    def _add_call(self, action: Structural, lows: set[int]) -> Sequence[str]:
+    def _add_call(self, action: Structural) -> Sequence[str]:
         """Adds how the program of a call reads what the call is given."""
         (program,) = action.plans
         results, inputs = self.of_call(action)
@@ -357,5 +357,5 @@ class Readers:
         self.pinned |= {numbers[place] for place in inputs.pinned}
         self.added_up |= {numbers[place] for place in inputs.added_up}
         # What nobody reads inside is handed in as it is.
-        self.low |= lows & _numbers_at_others(action.operands, inputs.wide)
+        self.low |= _numbers_at_others(action.operands, inputs.wide)
         return names
