@@ -4,6 +4,7 @@ JAX scatters the gradient into zeros: XLA writes an array as large as the logits
 reads it again. A comparison of indices it computes inside of what reads the gradient.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -33,11 +34,57 @@ def with_compared_indices(eqn: JaxprEqn) -> Any:
     return replaced_in(eqn, _picks, lambda e: e.replace(primitive=_gather_p), {})
 
 
+def picked_by_row(
+    eqn: JaxprEqn, counted: Sequence[int | None]
+) -> tuple[JaxprEqn, int] | None:
+    """An equation that picks one element of each row, from one with indices of rows.
+
+    Args:
+      eqn: a gather.
+      counted: of each column of its indices, along which dimension it counts, if so.
+
+    Returns:
+      The equation, for the one column that does not count; and which this is.
+    """
+    numbers, operand = eqn.params["dimension_numbers"], shape_of(eqn.invars[0])
+    others = [column for column, along in enumerate(counted) if along is None]
+    if len(others) != 1 or {*eqn.params["slice_sizes"]} != {1}:
+        return None
+    indices = shape_of(eqn.invars[1])
+    pairs = dict(
+        zip(
+            numbers.operand_batching_dims,
+            numbers.start_indices_batching_dims,
+            strict=True,
+        )
+    )
+    for dimension, along in zip(numbers.start_index_map, counted, strict=True):
+        if along is not None and operand[dimension] == indices[along]:
+            pairs[dimension] = along
+    axis = numbers.start_index_map[others[0]]
+    by_row = lax.GatherDimensionNumbers(
+        offset_dims=(),
+        collapsed_slice_dims=(axis,),
+        start_index_map=(axis,),
+        operand_batching_dims=tuple(sorted(pairs)),
+        start_indices_batching_dims=tuple(pairs[row] for row in sorted(pairs)),
+    )
+    params = {**eqn.params, "dimension_numbers": by_row}
+    if _axis_of_picks(operand, (*indices[:-1], 1), params) is None:
+        return None
+    return eqn.replace(primitive=_gather_p, params=params), others[0]
+
+
 def _picks(eqn: JaxprEqn) -> bool:
     if eqn.primitive is not lax.gather_p:
         return False
     operand, indices = map(shape_of, eqn.invars)
     return _axis_of_picks(operand, indices, eqn.params) is not None
+
+
+def spread_explicitly(array: Any) -> bool:
+    """Whether JAX would have to be told how an iota beside it is spread."""
+    return bool(jax.typeof(array).sharding.mesh.explicit_axes)
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
@@ -46,8 +93,7 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
     if isinstance(tangent, ad.Zero):
         return result, ad.Zero(jax.typeof(result).to_tangent_aval())
     axis = _axis_of_picks(operand.shape, indices.shape, params)
-    # JAX would have to be told how an iota is spread over devices.
-    if axis is None or jax.typeof(operand).sharding.mesh.explicit_axes:
+    if axis is None or spread_explicitly(operand):
         # What is out of range has no tangent.
         params = {**params, "fill_value": 0}
         return result, lax.gather_p.bind(tangent, indices, **params)

@@ -1,0 +1,96 @@
+"""Arrays of positions, as of arange: each element is its index along a dimension."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from jamp._plan.plan import Bind, Plan
+from jamp._plan.values import Value
+
+
+def counted_columns(indices: Value, plan: Plan) -> list[int | None]:
+    """Along which dimension each column counts of what is put together for a gather.
+
+    In `x[jnp.arange(n), labels]` the first column counts along the first dimension.
+    """
+    columns = _made_by(indices, plan, "concatenate")
+    last = indices.ndim - 1
+    if columns is None or columns.eqn.params["dimension"] != last:
+        return []
+    if any(column.aval.shape[last] != 1 for column in columns.operands):
+        return []
+    return [_counted(column, plan) for column in columns.operands]
+
+
+def _counted(value: Value, plan: Plan) -> int | None:
+    """The dimension along which each element is its own index, if there is one."""
+    if value.known is not None:
+        at_hand = _at_hand(value.known, np.integer)
+        return None if at_hand is None else _counted_in(at_hand)
+    action = _made_by(value, plan)
+    if action is None:
+        return None
+    eqn, operands = action.eqn, action.operands
+    match eqn.primitive.name:
+        case "iota":
+            return int(eqn.params["dimension"])
+        case "convert_element_type":
+            # Fewer bits may not hold all of them.
+            (source,) = operands
+            wide = value.aval.dtype.itemsize >= source.aval.dtype.itemsize
+            return _counted(source, plan) if wide else None
+        case "broadcast_in_dim":
+            inner = _counted(operands[0], plan)
+            return None if inner is None else _spread(eqn, operands[0], inner)
+        case "select_n":
+            return _counted(operands[1], plan) if _from_the_end(action, plan) else None
+    return None
+
+
+def _made_by(value: Value, plan: Plan, name: str | None = None) -> Bind | None:
+    action = plan.makers.get(value.number)
+    if not isinstance(action, Bind):
+        return None
+    return action if name in (None, action.eqn.primitive.name) else None
+
+
+def _spread(eqn: JaxprEqn, source: Value, inner: int) -> int | None:
+    """Where a broadcast puts a dimension, if it does not repeat it."""
+    dimension = int(eqn.params["broadcast_dimensions"][inner])
+    same = eqn.params["shape"][dimension] == source.aval.shape[inner]
+    return dimension if same else None
+
+
+def _from_the_end(select: Bind, plan: Plan) -> bool:
+    """Whether it replaces negative indices alone, as indexing does first of all."""
+    chosen, kept, *_ = select.operands
+    if chosen.known is not None:
+        # NumPy has compared them before.
+        at_hand = _at_hand(chosen.known, np.bool_)
+        return at_hand is not None and not at_hand.any()
+    negative = _made_by(chosen, plan, "lt")
+    if negative is None:
+        return False
+    compared, bound = negative.operands
+    return compared.number == kept.number and bound.constant == 0
+
+
+def _counted_in(found: Any) -> int | None:
+    for dimension, size in enumerate(found.shape):
+        others = [d for d in range(found.ndim) if d != dimension]
+        counts = np.expand_dims(np.arange(size), others)
+        if size and np.array_equal(found, np.broadcast_to(counts, found.shape)):
+            return dimension
+    return None
+
+
+def _at_hand(known: Any, kind: Any) -> Any:
+    """What a program closed over; None if it is elsewhere, or of another kind."""
+    tracer = isinstance(known, jax.core.Tracer)
+    elsewhere = isinstance(known, jax.Array) and not known.is_fully_addressable
+    if tracer or elsewhere:
+        return None
+    found = np.asarray(known)
+    return found if np.issubdtype(found.dtype, kind) else None
