@@ -6,6 +6,7 @@ import jax
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from jamp._dtypes import size_of
 from jamp._plan.plan import Bind, Plan
 from jamp._plan.values import Value
 
@@ -34,19 +35,25 @@ def _counted(value: Value, plan: Plan) -> int | None:
         return None
     eqn, operands = action.eqn, action.operands
     match eqn.primitive.name:
-        case "iota":
+        case "iota" if _holds_positions(value):
             return int(eqn.params["dimension"])
-        case "convert_element_type":
-            # Fewer bits may not hold all of them.
-            (source,) = operands
-            wide = value.aval.dtype.itemsize >= source.aval.dtype.itemsize
-            return _counted(source, plan) if wide else None
+        case "convert_element_type" if _holds_positions(value):
+            return _counted(operands[0], plan)
         case "broadcast_in_dim":
             inner = _counted(operands[0], plan)
             return None if inner is None else _spread(eqn, operands[0], inner)
         case "select_n":
             return _counted(operands[1], plan) if _from_the_end(action, plan) else None
     return None
+
+
+def _holds_positions(value: Value) -> bool:
+    """Whether its dtype has the indices of all its elements."""
+    dtype, shape = value.aval.dtype, value.aval.shape
+    if not np.issubdtype(dtype, np.integer):
+        return False
+    size = size_of(shape)
+    return dtype.itemsize >= 4 or (size is not None and size <= np.iinfo(dtype).max)
 
 
 def _made_by(value: Value, plan: Plan, name: str | None = None) -> Bind | None:

@@ -42,6 +42,9 @@ PICKS = {
     ).sum(-1),
     "of an order of rows": lambda x, labels: x[jnp.arange(4)[::-1], labels],
     "of some rows": lambda x, labels: jnp.append(x[jnp.arange(3), labels[:3]], 0),
+    "of rows that are rounded": lambda x, labels: jnp.tile(x, (75, 1))[
+        jnp.arange(300, dtype=jnp.bfloat16).astype(int), jnp.tile(labels, 75)
+    ][-4:],
     "of a diagonal": lambda x, labels: x[jnp.arange(4), jnp.arange(4)],
     "of rows": lambda x, labels: x[labels % 4].sum(-1),
 }
