@@ -86,7 +86,7 @@ def _from_the_end(select: Bind, plan: Plan) -> bool:
 
 def _counted_in(found: Any) -> int | None:
     for dimension, size in enumerate(found.shape):
-        others = [d for d in range(found.ndim) if d != dimension]
+        others = tuple(d for d in range(found.ndim) if d != dimension)
         counts = np.expand_dims(np.arange(size), others)
         if size and np.array_equal(found, np.broadcast_to(counts, found.shape)):
             return dimension
