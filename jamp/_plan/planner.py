@@ -5,7 +5,7 @@ Equations that hold programs are left to `jamp._plan.programs` and
 """
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -93,6 +93,8 @@ class _Planner:
         self._inner: dict[Any, tuple[Plan, Any]] = {}
         self._warned = False
         self._callers: list[JaxprEqn] = []
+        # Calls of layers in which code runs that they were handed.
+        self._opened: set[Hashable] = set()
         # By policy the listed functions, by the id of their code, and by the code, to
         # keep ids. Found anew for each program: modules are imported and reloaded.
         self._listed: dict[Policy, tuple[Mapping[int, Function], Any]] = {}
@@ -173,14 +175,21 @@ class _Planner:
     ) -> Iterator[list[_Entry]]:
         """Groups equations by the call of a listed function that they stand in."""
         group: list[_Entry] = []
-        for eqn in eqns:
-            entry = self._entry(eqn, context)
+        for entry in self._entries(eqns, context):
             if group and not _continues(group, entry):
                 yield group
                 group = []
             group.append(entry)
         if group:
             yield group
+
+    def _entries(self, eqns: Sequence[JaxprEqn], context: Context) -> list[_Entry]:
+        known = None
+        # A layer may have begun before the code that it was handed.
+        while known != len(self._opened):
+            known = len(self._opened)
+            entries = [self._entry(eqn, context) for eqn in eqns]
+        return entries
 
     def _entry(self, eqn: JaxprEqn, context: Context) -> _Entry:
         scope = context.scope.enter(eqn.source_info.name_stack)
@@ -192,9 +201,14 @@ class _Planner:
         if key is None:
             self._warn_no_traceback()
             return _Entry(eqn, scope)
-        calls = locations.calls(key, self._functions(scope.options.policy))
-        outer = (call for call in calls if call.function not in context.functions)
-        return _Entry(eqn, scope, None, next(outer, None), key)
+        functions = self._functions(scope.options.policy)
+        for call in locations.calls(key, functions):
+            if call.function in context.functions or call.key in self._opened:
+                continue
+            if not (call.function.own_code and locations.is_others(eqn, call)):
+                return _Entry(eqn, scope, None, call, key)
+            self._opened.add(call.key)
+        return _Entry(eqn, scope, None, None, key)
 
     def _functions(self, policy: Policy) -> Mapping[int, Function]:
         if policy not in self._listed:

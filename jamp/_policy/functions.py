@@ -68,6 +68,9 @@ class Function:
     required: bool = field(default=True, compare=False)
     # Whether a table's rule holds for calls alone in which everything is elementwise.
     elementwise: bool = field(default=False, compare=False)
+    # Whether a table's rule leaves code of others that runs inside, which a layer is
+    # handed, as its `dot_general`.
+    own_code: bool = field(default=False, compare=False)
 
     @classmethod
     def of(cls, obj: Any) -> Self:
@@ -93,7 +96,8 @@ class Function:
         by_name = Function(self.name, required=False)
         if self.code is None or by_name.resolve() is not self.code:
             return super().__reduce_ex__(protocol)
-        return _named, (self.name, self.required, self.elementwise)
+        known = self.name, self.required, self.elementwise, self.own_code
+        return _named, known
 
     def resolve(self) -> CodeType | None:
         """The code object, or None while the function's module is not imported."""
@@ -105,8 +109,8 @@ class Function:
             return None
 
 
-def _named(name: str, required: bool, elementwise: bool) -> Function:
-    return Function(name, _resolve(name), required, elementwise)
+def _named(name: str, *known: bool) -> Function:
+    return Function(name, _resolve(name), *known)
 
 
 @functools.cache

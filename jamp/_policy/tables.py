@@ -3,6 +3,7 @@
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 from os import PathLike
@@ -96,6 +97,9 @@ def _rules(table: dict[str, Any], builtin: bool) -> dict[str, dict[Any, Rule]]:
             with _inside(f"{rule.value}.{kind}"):
                 for name in _strings(names):
                     entry = _entry(name, kind, required=not builtin)
+                    if isinstance(entry, Function):
+                        own_code = builtin and rule is Rule.LOWER
+                        entry = replace(entry, own_code=own_code)
                     if entry in rules:
                         other = f"{rules[entry].value}.{kind}"
                         raise PolicyError(f"{name!r} is listed under {other} too")

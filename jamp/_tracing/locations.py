@@ -17,7 +17,7 @@ from types import CodeType
 from typing import Any
 
 import jax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, jaxprs_in_params
 
 from jamp._compat import frames
 from jamp._policy.functions import Function
@@ -58,7 +58,22 @@ def calls(key: FrameKey, functions: Mapping[int, Function]) -> Iterator[Call]:
     ids, offsets = key
     hits = [index for index, code in enumerate(ids) if code in functions]
     for index in reversed(hits):
-        yield Call(functions[ids[index]], (ids[index:], offsets[index + 1 :]))
+        yield Call(functions[ids[index]], (ids[index:], tuple(offsets[index + 1 :])))
+
+
+def is_others(eqn: JaxprEqn, call: Call) -> bool:
+    """Whether an equation in a library's function is of code that it was handed."""
+    codes, _ = frames(eqn)
+    ids, _ = call.key
+    files = [code.co_filename for code in codes[: -len(ids)]]
+    # What is jitted, or has a derivative rule, may have been handed over as such.
+    sources = (
+        program.debug_info.func_src_info for program in jaxprs_in_params(eqn.params)
+    )
+    files += [
+        source.partition(" at ")[2].rpartition(":")[0] for source in sources if source
+    ]
+    return any(file and is_users(file) for file in files)
 
 
 @dataclass(frozen=True)
