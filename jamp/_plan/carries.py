@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from jamp import _dtypes
 from jamp._dtypes import FLOAT32
 from jamp._plan.plan import Plan
-from jamp._plan.values import Carried, Traits, Value, Values
+from jamp._plan.values import Carried, Traits, Value, Values, inexact
 
 
 def depth_of(operands: Values) -> int:
@@ -18,35 +18,61 @@ def depth_of(operands: Values) -> int:
     return max(loops, default=-1) + 1
 
 
-Settled = tuple[Plan, list[Any]]
+class Settled(NamedTuple):
+    """What a loop's carry has become.
+
+    Attributes:
+      plan: that of the loop's body.
+      dtypes: those of the carry, which no iteration changes.
+      left: those that an iteration leaves: of a start that stays in float32, 16 bits.
+    """
+
+    plan: Plan
+    dtypes: list[Any]
+    left: list[Any]
 
 
 def settled_carry(
     carry: Values,
     body: Callable[[Values], Plan],
     depth: int,
-    *,
-    cotangents: bool = False,
-) -> tuple[Plan, list[Any], bool]:
-    """Finds the dtypes at which a loop's carry stays what it is; whether it changes.
+    reads: Callable[[Plan, int], bool],
+) -> Settled:
+    """Finds the dtypes at which a loop's carry stays what it is.
 
     They are those that iterating one by one would come to, from the dtypes that come
-    in; where it would go back and forth, the widest. Cotangents that come in float32
-    stay so: the first iteration would read them unrounded, as a scaled loss may need.
+    in; where it would go back and forth, the widest. What comes in float32 and would
+    come to 16 bits stays so if it is read before it is overwritten: rounded, it may be
+    infinite, or no position any more.
+
+    Args:
+      carry: what comes in.
+      body: plans an iteration for what it finds.
+      depth: how many loops stand around this one whose sums come in.
+      reads: whether the first iteration, by its plan, reads a place unrounded.
     """
-    before = [value.dtype for value in carry]
-    inner, dtypes = _fixed_point(carry, body, depth)
-    wide = {
+    settled = _fixed_point(carry, body, depth)
+    lossy = [
         place
-        for place, (value, dtype) in enumerate(zip(carry, dtypes, strict=True))
-        if cotangents
-        and dtype in _dtypes.LOW_DTYPES
+        for place, (value, dtype) in enumerate(zip(carry, settled.dtypes, strict=True))
+        if dtype in _dtypes.LOW_DTYPES
         and value.dtype == FLOAT32
-        and not value.follows
-    }
-    if wide:
-        inner, dtypes = _fixed_point(carry, body, depth, wide)
-    return inner, dtypes, dtypes != before
+        and (not value.follows or inexact(value, dtype))
+    ]
+    if not lossy:
+        return settled
+    first = body(carry_in(carry, [value.dtype for value in carry]))
+    wide = [place for place in lossy if reads(first, place)]
+    if not wide:
+        return settled
+    found = _fixed_point(carry, body, depth, wide)
+    left = [
+        low if place in wide else own
+        for place, (low, own) in enumerate(
+            zip(found.plan.result_dtypes, found.dtypes, strict=False)
+        )
+    ]
+    return found._replace(left=left)
 
 
 def _fixed_point(
@@ -67,7 +93,8 @@ def _fixed_point(
         if after in seen[:-1] or len(seen) > len(carry) + 1:
             after = [meet(options) for options in zip(dtypes, after, strict=True)]
         if after == dtypes:
-            return _keep_sums(carry, body, inner, dtypes, depth)
+            inner, dtypes = _keep_sums(carry, body, inner, dtypes, depth)
+            return Settled(inner, dtypes, dtypes)
         seen.append(after)
 
 
@@ -77,7 +104,7 @@ def _keep_sums(
     inner: Plan,
     dtypes: list[Any],
     depth: int,
-) -> Settled:
+) -> tuple[Plan, list[Any]]:
     """Keeps a loop's sum, as `total += x @ w`, in float32; its readers see 16 bits."""
     sums = [dtype if dtype in _dtypes.LOW_DTYPES else None for dtype in dtypes]
     while any(sums):

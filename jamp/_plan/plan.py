@@ -171,16 +171,21 @@ class Structural(Run):
     def widens(self) -> Sequence[int]:
         if self.context.transposable:
             return ()
-        first = 1 if self.kind == "cond" else 0
+        first = self.first_handed_in
         return [
             place
-            for place in self._handed_in
+            for place in self.handed_in
             if self.operands[place].low
             and any(place - first in plan.widened for plan in self.plans)
         ]
 
     @property
-    def _handed_in(self) -> Sequence[int]:
+    def first_handed_in(self) -> int:
+        """The place of the operand that is the programs' first input."""
+        return 1 if self.kind == "cond" else 0
+
+    @property
+    def handed_in(self) -> Sequence[int]:
         """The places of operands that the programs take as they are."""
         params, count = self.eqn.params, len(self.eqn.invars)
         if self.kind == "scan":

@@ -23,6 +23,7 @@ from jamp._plan.equation import Equation
 from jamp._plan.plain_equations import plan_plain
 from jamp._plan.plan import Plan
 from jamp._plan.records import Conversion
+from jamp._plan.starts import reads_unrounded
 from jamp._plan.values import Traits, Value, Values
 from jamp._policy.rules import Rule
 
@@ -135,8 +136,16 @@ def plan_scan(equation: Equation) -> list[Value]:
         inputs = [*consts, *carried, *sliced]
         return inside.plan_held(params["jaxpr"], inputs, hoisted=hoisted)
 
-    cotangents = equation.context.transposed
-    inner, settled, changed = settled_carry(carry, body, depth, cotangents=cotangents)
+    # Without an iteration the carry leaves as it came; one of symbolic length has none.
+    runs = isinstance(params["length"], int) and params["length"] > 0
+    # As a scaled loss may need, cotangents stay in float32.
+    whole = equation.context.transposed or not runs
+
+    def reads(first: Plan, place: int) -> bool:
+        return whole or reads_unrounded(first, num_consts + place)
+
+    inner, settled, left = settled_carry(carry, body, depth, reads)
+    changed = settled != [value.dtype for value in carry]
     traits = left_by(inner.results, carry, depth)
     inner = _with_sums(inner, num_carry, traits)
     equation.record_held(inner)
@@ -149,12 +158,16 @@ def plan_scan(equation: Equation) -> list[Value]:
     _note_casts(equation, inner, settled)
     extras = equation.hoisted_casts(consts, inner)
     carried = map(equation.caster.cast, carry, settled)
-    return equation.bind_programs(
+    results = equation.bind_programs(
         [inner],
         [*settled, *inner.result_dtypes[num_carry:]],
         [*consts, *carried, *slices, *extras],
         traits,
     )
+    for place, (own, low) in enumerate(zip(settled, left, strict=True)):
+        if own != low and not whole:
+            results[place] = equation.caster.cast(results[place], low)
+    return results
 
 
 def _with_sums(inner: Plan, num_carry: int, traits: Sequence[Traits]) -> Plan:
@@ -177,7 +190,9 @@ def plan_while(equation: Equation) -> list[Value]:
         inputs = [*body_consts, *carried]
         return equation.plan_held(params["body_jaxpr"], inputs, hoisted=range(num_body))
 
-    inner, settled, changed = settled_carry(carry, body, depth)
+    # The test reads what comes in, and so may whoever reads the results.
+    inner, settled, _ = settled_carry(carry, body, depth, lambda *_: True)
+    changed = settled != [value.dtype for value in carry]
     inputs = [*cond_consts, *carry_in(carry, settled)]
     test = equation.plan_held(params["cond_jaxpr"], inputs)
     equation.record_held(test, inner)

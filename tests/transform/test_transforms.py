@@ -280,7 +280,8 @@ def test_members_of_a_batch_leave_a_while_loop_one_by_one(order):
     limits = jnp.asarray([1.0, 0.5, 3.0])
     value, steps = BATCHED_LOOPS[order](until_small)(x, limits)
     wanted, expected = jax.vmap(until_small)(x, limits)
-    assert value.dtype == jnp.float16
+    # One that stays in no iteration leaves as it came.
+    assert value.dtype == jnp.float32
     np.testing.assert_array_equal(steps, expected)
     near(value, wanted)
 

@@ -1,0 +1,45 @@
+"""What becomes of a value that a program takes in float32: is it rounded at once?"""
+
+from collections.abc import Sequence
+
+from jamp._dtypes import LOW_DTYPES
+from jamp._equations import nested
+from jamp._plan.plan import Action, Bind, Broadcast, Cast, Plan, Structural
+from jamp._primitives import EXACT
+
+# Rounded before or after these, numbers are the same.
+_ROUNDED_ALIKE = EXACT - {"sign"}
+
+
+def reads_unrounded(plan: Plan, place: int) -> bool:
+    """Whether a program reads an input as it comes, and not its 16 bits alone."""
+    same = {plan.inputs[place].number}
+    for action in plan.actions:
+        places = [p for p, v in enumerate(action.operands) if v.number in same]
+        if not places or _rounds(action):
+            continue
+        if _moves(action):
+            same.update(value.number for value in action.results)
+        elif not isinstance(action, Structural) or _hands_on(action, places):
+            return True
+    return any(value.number in same for value in plan.results)
+
+
+def _rounds(action: Action) -> bool:
+    return isinstance(action, Cast) and action.dtype in LOW_DTYPES
+
+
+def _moves(action: Action) -> bool:
+    if not isinstance(action, Bind):
+        return isinstance(action, Broadcast)
+    return {eqn.primitive.name for eqn in nested([action.eqn])} <= _ROUNDED_ALIKE
+
+
+def _hands_on(action: Structural, places: Sequence[int]) -> bool:
+    """Whether a program of an action reads an operand at such a place unrounded."""
+    first = action.first_handed_in
+    return any(
+        place not in action.handed_in or reads_unrounded(plan, place - first)
+        for place in places
+        for plan in action.plans
+    )
