@@ -92,6 +92,9 @@ def _message(fault: Fault, measured: Measured, made: Measured) -> str:
         return f"float32 is not finite either, from {name} on"
     if kind == "overflow":
         largest = float(jnp.finfo(dtype).max)
+        if found.largest <= largest:
+            inside = "something that it computes inside is not"
+            return f"{what} is not finite, though {dtype} holds its result: {inside}"
         when = "" if found.first is None else f", first in iteration {found.first}"
         # Just above the largest number, as 65536 is, takes more digits to tell.
         digits = 3 if found.largest > 1.01 * largest else 6

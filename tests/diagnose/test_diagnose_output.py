@@ -40,6 +40,16 @@ def test_a_number_just_above_the_largest_is_told_from_it():
     assert "it reaches 65536, float16 holds 65504" in str(found)
 
 
+def test_what_is_not_finite_inside_of_an_operation_is_told_from_what_is_too_large():
+    def solve(b):
+        return jax.scipy.sparse.linalg.bicgstab(lambda v: EYE @ v, b)[0]
+
+    (finding,) = diagnose(solve)(jnp.full(len(EYE), 1e5)).findings
+    assert finding.kind == "overflow"
+    assert "custom_linear_solve in float32 is not finite" in finding.message
+    assert "though float32 holds its result" in finding.message
+
+
 def test_a_gradient_that_becomes_nan_by_what_was_rounded_is_said_to():
     def angles(w, x):
         h = x @ w
