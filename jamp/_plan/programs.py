@@ -140,9 +140,12 @@ def plan_scan(equation: Equation) -> list[Value]:
     runs = isinstance(params["length"], int) and params["length"] > 0
     # As a scaled loss may need, cotangents stay in float32.
     whole = equation.context.transposed or not runs
+    # What JAX keeps of the first half of a gradient, the other reads as this one does.
+    wanted = num_carry if equation.context.derived else None
 
     def reads(first: Plan, place: int) -> bool:
-        return whole or reads_unrounded(first, num_consts + place)
+        results = first.results[:wanted]
+        return whole or reads_unrounded(first, num_consts + place, results)
 
     inner, settled, left = settled_carry(carry, body, depth, reads)
     changed = settled != [value.dtype for value in carry]

@@ -165,3 +165,17 @@ def test_what_a_loop_only_multiplies_it_carries_in_16_bits(name, device):
     program = traced(jamp.autocast(fn, device_type=device), jnp.ones(8), W)
     (loop,) = (eqn for eqn in equations(program) if eqn.primitive.name == "scan")
     assert [var.aval.dtype for var in loop.outvars] == [LOW[device]]
+
+
+@pytest.mark.parametrize("name", MULTIPLIED)
+def test_what_a_loop_only_multiplies_it_keeps_in_16_bits_for_a_gradient(name):
+    def loss(h, w):
+        step = MULTIPLIED[name]
+        return lax.scan(lambda h, _: (step(h, w), ()), h, length=STEPS)[0].mean()
+
+    gradient = jamp.autocast(jax.grad(loss, (0, 1)), device_type="gpu")
+    program = traced(gradient, jnp.ones((8, 8)), W)
+    first, second = (e for e in equations(program) if e.primitive.name == "scan")
+    kept = {v.aval.dtype for v in first.outvars if v in second.invars}
+    assert jnp.dtype(jnp.float16) in kept
+    assert jnp.dtype(jnp.float32) not in kept
