@@ -62,18 +62,22 @@ def calls(key: FrameKey, functions: Mapping[int, Function]) -> Iterator[Call]:
 
 
 def is_others(eqn: JaxprEqn, call: Call) -> bool:
-    """Whether an equation in a library's function is of code that it was handed."""
+    """Whether an equation in a library's function is of code that it was handed.
+
+    Not where that only calls the library again, as what intercepts layers does.
+    """
     codes, _ = frames(eqn)
     ids, _ = call.key
-    files = [code.co_filename for code in codes[: -len(ids)]]
     # What is jitted, or has a derivative rule, may have been handed over as such.
     sources = (
         program.debug_info.func_src_info for program in jaxprs_in_params(eqn.params)
     )
-    files += [
+    files = [
         source.partition(" at ")[2].rpartition(":")[0] for source in sources if source
     ]
-    return any(file and is_users(file) for file in files)
+    files += [code.co_filename for code in codes[: -len(ids)]]
+    distances = (_distance(file) for file in files if file)
+    return next((found for found in distances if found < 3), 3) < 2
 
 
 @dataclass(frozen=True)

@@ -137,6 +137,19 @@ def test_what_a_product_of_an_nnx_layer_keeps_stays_in_float32(device):
     np.testing.assert_allclose(product.total[...], STEPS * np.abs(X).max(), rtol=1e-5)
 
 
+def test_what_intercepts_layers_and_calls_them_leaves_their_rule():
+    layer = nn.RNN(nn.LSTMCell(3))
+    variables = layer.init(jax.random.key(0), X)
+
+    @jamp.autocast(device_type="gpu")
+    def intercepted(x):
+        passing = nn.intercept_methods(lambda call, args, kwargs, _: call(*args))
+        with passing:
+            return layer.apply(variables, x)
+
+    assert intercepted(X).dtype == jnp.float16
+
+
 def test_a_rule_of_the_users_for_a_layer_holds_for_all_that_runs_in_it():
     layer = LAYERS["linen.Dense"]()
     policy = jamp.Policy.load("gpu").with_rules(lower=[nn.Dense])
