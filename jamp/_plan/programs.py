@@ -136,7 +136,7 @@ def plan_scan(equation: Equation) -> list[Value]:
         inputs = [*consts, *carried, *sliced]
         return inside.plan_held(params["jaxpr"], inputs, hoisted=hoisted)
 
-    # Without an iteration the carry leaves as it came; one of symbolic length has none.
+    # Without an iteration the carry leaves as it came. A symbolic length may be zero.
     runs = isinstance(params["length"], int) and params["length"] > 0
     # As a scaled loss may need, cotangents stay in float32.
     whole = equation.context.transposed or not runs

@@ -68,8 +68,8 @@ class Function:
     required: bool = field(default=True, compare=False)
     # Whether a table's rule holds for calls alone in which everything is elementwise.
     elementwise: bool = field(default=False, compare=False)
-    # Whether a table's rule leaves code of others that runs inside, which a layer is
-    # handed, as its `dot_general`.
+    # Whether a table's rule holds for the function's own code alone, and not for what
+    # it is handed, as a layer its `dot_general`.
     own_code: bool = field(default=False, compare=False)
 
     @classmethod
