@@ -10,6 +10,9 @@ from jamp._primitives import COMPARISONS, EXACT
 
 # Rounded before or after these, numbers are the same.
 _ROUNDED_ALIKE = EXACT - {"sign"}
+# Their results are as near if their operand is rounded as if they are themselves, and
+# finite where that is infinite.
+_SATURATING = frozenset({"erf", "logistic", "tanh"})
 
 
 def reads_unrounded(plan: Plan, place: int, wanted: Values) -> bool:
@@ -23,7 +26,7 @@ def reads_unrounded(plan: Plan, place: int, wanted: Values) -> bool:
     same = {plan.inputs[place].number}
     for action in plan.actions:
         places = [p for p, v in enumerate(action.operands) if v.number in same]
-        if not places or _rounds(action) or _asks_sign(action):
+        if not places or _bears_rounding(action):
             continue
         if _moves(action):
             same.update(value.number for value in action.results)
@@ -32,17 +35,16 @@ def reads_unrounded(plan: Plan, place: int, wanted: Values) -> bool:
     return any(value.number in same for value in wanted)
 
 
-def _rounds(action: Action) -> bool:
-    return isinstance(action, Cast) and action.dtype in LOW_DTYPES
+def _bears_rounding(action: Action) -> bool:
+    """Whether an action rounds, or makes the same of what is rounded.
 
-
-def _asks_sign(action: Action) -> bool:
-    """Whether an action compares with zero, as the gradient of relu does."""
-    return (
-        isinstance(action, Bind)
-        and action.eqn.primitive.name in COMPARISONS
-        and any(value.constant == 0 for value in action.operands)
-    )
+    It makes the same where it compares with zero, as the gradient of relu does.
+    """
+    if not isinstance(action, Bind):
+        return isinstance(action, Cast) and action.dtype in LOW_DTYPES
+    if action.eqn.primitive.name in COMPARISONS:
+        return any(value.constant == 0 for value in action.operands)
+    return action.eqn.primitive.name in _SATURATING
 
 
 def _moves(action: Action) -> bool:

@@ -151,6 +151,7 @@ def test_a_loop_starts_at_a_number_that_16_bits_do_not_hold(device):
 MULTIPLIED = {
     "at once": lambda h, w: w @ h,
     "after relu": lambda h, w: w @ jax.nn.relu(h),
+    "after tanh": lambda h, w: w @ jnp.tanh(h),
     "turned": lambda h, w: h[::-1] @ w,
     "in a checkpointed layer": jax.checkpoint(lambda h, w: w @ jax.nn.relu(h)),
 }
