@@ -3,7 +3,6 @@
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 from os import PathLike
@@ -92,14 +91,12 @@ def _parse(text: str, file: str, stem: str, builtin: bool = False) -> dict[str, 
 def _rules(table: dict[str, Any], builtin: bool) -> dict[str, dict[Any, Rule]]:
     found: dict[str, dict[Any, Rule]] = {"primitives": {}, "functions": {}}
     for rule in Rule:
+        own_code = builtin and rule is Rule.LOWER
         for kind, names in _group(table, rule.value, (*found, "elementwise")).items():
             rules = found["functions" if kind == "elementwise" else kind]
             with _inside(f"{rule.value}.{kind}"):
                 for name in _strings(names):
-                    entry = _entry(name, kind, required=not builtin)
-                    if isinstance(entry, Function):
-                        own_code = builtin and rule is Rule.LOWER
-                        entry = replace(entry, own_code=own_code)
+                    entry = _entry(name, kind, not builtin, own_code)
                     if entry in rules:
                         other = f"{rules[entry].value}.{kind}"
                         raise PolicyError(f"{name!r} is listed under {other} too")
@@ -107,13 +104,15 @@ def _rules(table: dict[str, Any], builtin: bool) -> dict[str, dict[Any, Rule]]:
     return found
 
 
-def _entry(name: str, kind: str, required: bool = True) -> str | Function:
+def _entry(
+    name: str, kind: str, required: bool = True, own_code: bool = False
+) -> str | Function:
     """A primitive, or a function, which has to exist if its module is imported."""
     if kind == "primitives":
         return check_primitive(name)
     if "." not in name:
         raise PolicyError(f"{name!r} is not a dotted name")
-    function = Function(name, None, required, elementwise=kind == "elementwise")
+    function = Function(name, None, required, kind == "elementwise", own_code)
     function.resolve()
     return function
 

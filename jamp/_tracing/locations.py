@@ -69,12 +69,9 @@ def is_others(eqn: JaxprEqn, call: Call) -> bool:
     codes, _ = frames(eqn)
     ids, _ = call.key
     # What is jitted, or has a derivative rule, may have been handed over as such.
-    sources = (
-        program.debug_info.func_src_info for program in jaxprs_in_params(eqn.params)
-    )
-    files = [
-        source.partition(" at ")[2].rpartition(":")[0] for source in sources if source
-    ]
+    programs = jaxprs_in_params(eqn.params)
+    sources = (str(program.debug_info.func_src_info) for program in programs)
+    files = [source.partition(" at ")[2].rpartition(":")[0] for source in sources]
     files += [code.co_filename for code in codes[: -len(ids)]]
     distances = (_distance(file) for file in files if file)
     return next((found for found in distances if found < 3), 3) < 2
