@@ -80,11 +80,17 @@ def to_rule(name: str) -> Rule:
     return Rule(name)
 
 
+# A name once found stays known: looking through all of JAX's for each would take longer
+# than the rest of making a policy.
+_known = {RECIPROCAL}
+
+
 def check_primitive(name: str) -> str:
     """The name, if a policy may list it as a primitive."""
-    known = primitive_names() | {RECIPROCAL}
-    if name not in known:
-        hint = _instead(name, _IN_TORCH) or did_you_mean(name, known)
+    if name not in _known:
+        _known.update(primitive_names())
+    if name not in _known:
+        hint = _instead(name, _IN_TORCH) or did_you_mean(name, _known)
         raise PolicyError(f"unknown primitive {name!r}{hint}")
     return name
 

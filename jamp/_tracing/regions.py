@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
@@ -53,7 +53,9 @@ class _Mark(str):
 
 @lru_cache(maxsize=1024)
 def _mark(options: Options, of_function: bool) -> _Mark:
-    digest = hashlib.sha256(repr(astuple(options)).encode()).hexdigest()[:12]
+    # A policy's own text is its name and how many rules it has.
+    rules = [getattr(options.policy, field.name) for field in fields(options.policy)]
+    digest = hashlib.sha256(repr([options, rules]).encode()).hexdigest()[:12]
     kind = options.dtype.name if options.enabled else "disabled"
     mark = _Mark(f"jamp.autocast:{kind}:{digest}{':function' if of_function else ''}")
     mark.options, mark.of_function = options, of_function
