@@ -254,7 +254,7 @@ class Row(Counted):
 
     @property
     def notes(self) -> tuple[Note, ...]:
-        """What readers in float32 made of the rule."""
+        """Why there is float32 that the rule does not ask for."""
         readers: dict[str, dict[str, None]] = {}
         for note in filter(None, (op.record.note for op in self.operations)):
             readers.setdefault(note.words, {}).update(dict.fromkeys(note.readers))

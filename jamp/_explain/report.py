@@ -73,11 +73,11 @@ class Report(Figures):
           `residual_bytes`, by dtype under `autocast` and `as_written`, or None;
           `modules`, a tree of `name`, `names` (of modules that are alike, each),
           `figures` and `modules`; and `operations`, one dict per equation: `primitive`,
-          `function`, `rule`, `source`, `note` (what readers in float32 made of the
-          rule, or None), `scope`, `file`, `line`, `library_file` and `library_line`
-          (which that line led to), dtypes of `operands` and of `results`, `returns`
-          (the dtypes in which these are handed on, rounded or not), `times` (how often
-          it runs), `flops`, `result_bytes`, `cast_bytes`, and
+          `function`, `rule`, `source`, `note` (why there is float32 that the rule does
+          not ask for, or None), `scope`, `file`, `line`, `library_file` and
+          `library_line` (which that line led to), dtypes of `operands` and of
+          `results`, `returns` (the dtypes in which these are handed on, rounded or
+          not), `times` (how often it runs), `flops`, `result_bytes`, `cast_bytes`, and
           `casts`, each `from` a dtype `to` another, of a `shape`. Of the figures all
           but `equations` count each run of an equation.
         """

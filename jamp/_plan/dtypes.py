@@ -16,10 +16,21 @@ from jamp._policy.rules import Rule
 # Of scores from which so much is taken a softmax makes nothing.
 _HIDING = 64.0
 
+# Why what came in 16 bits is computed on in float32, in reports.
+_BESIDE = "beside float32"
+_BESIDE_TABLE = "beside constants"
+_BY_NUMBER = "float32 number"
+_BY_CONSTANT = "inexact constant"
+_OUT_OF_RANGE = "constant out of range"
+_OVERSCALED = "constants out of range"
+_ADDED_UP = "adds up"
+_GRADIENT_ADDS_UP = "gradient adds up"
+
 
 class Dtypes(NamedTuple):
     operands: tuple[DType | None, ...]  # None leaves one as it is
     results: tuple[DType | None, ...] = ()  # those to which they are rounded, if any
+    why: str = ""  # why 16 bits are computed on in float32, if they are
 
 
 def choose(rule: Rule, eqn: JaxprEqn, operands: Values, low: DType) -> Dtypes:
@@ -32,10 +43,14 @@ def choose(rule: Rule, eqn: JaxprEqn, operands: Values, low: DType) -> Dtypes:
             tuple([_dtypes.dtype_of(v) if x.eligible else None for v, x in pairs])
         )
     if rule in (Rule.PROMOTE, Rule.INTERNAL_FLOAT32) and reduces_fully(eqn, operands):
-        return Dtypes(_each(operands, FLOAT32))
+        return Dtypes(_each(operands, FLOAT32), (), _ADDED_UP)
     if rule is Rule.PROMOTE:
         found = _promote(eqn, operands)
-        return _summed(eqn, operands, found) if adds_up(eqn, operands) else found
+        if adds_up(eqn, operands):
+            found = _summed(eqn, operands, found)
+        low_came_in = any(value.low for value in operands)
+        computes_wide = FLOAT32 in found.operands
+        return found if low_came_in and computes_wide else found._replace(why="")
     dtype = low if rule is Rule.LOWER else FLOAT32
     if any(destroyed(value, dtype) for value in operands):
         dtype = FLOAT32
@@ -55,7 +70,9 @@ def _summed(eqn: JaxprEqn, operands: Values, promoted: Dtypes) -> Dtypes:
         rounded = (_dtypes.widest(used),) * len(eqn.outvars)
     # Others have the dtypes of their operands, and indices beside them.
     own = [value.dtype for value in operands] + [None] * len(eqn.outvars)
-    return Dtypes(floating, rounded or tuple(own[: len(eqn.outvars)]))
+    repeats = eqn.primitive.name in _primitives.REPEATING | _primitives.POOLS
+    why = _GRADIENT_ADDS_UP if repeats else _ADDED_UP
+    return Dtypes(floating, rounded or tuple(own[: len(eqn.outvars)]), why)
 
 
 def _each(operands: Values, dtype: DType) -> tuple[DType | None, ...]:
@@ -84,16 +101,24 @@ def _promote(eqn: JaxprEqn, operands: Values) -> Dtypes:
         return Dtypes(_each(operands, dtype))
     product = product_and_bias(*floats) if eqn.primitive.name == "add" else None
     dtype = product.dtype if product else _dtypes.widest(v.dtype for v in arrays)
-    result = None
     if any(destroyed(value, dtype) for value in floats):
-        dtype = FLOAT32
-    elif dtype != FLOAT32 and (
-        any(_is_wide(value, eqn, dtype) for value in floats)
-        or overscaled(eqn, floats, dtype)
-    ):
-        result, dtype = dtype, FLOAT32
-    results = (result,) * len(eqn.outvars) if result else ()
-    return Dtypes(_each(operands, dtype), results)
+        return Dtypes(_each(operands, FLOAT32), (), _OUT_OF_RANGE)
+    if dtype == FLOAT32:
+        why = _BESIDE_TABLE if all(v.low or v.follows for v in arrays) else _BESIDE
+        return Dtypes(_each(operands, dtype), (), why)
+    why = _rounded_once(eqn, floats, dtype)
+    if why:
+        return Dtypes(_each(operands, FLOAT32), (dtype,) * len(eqn.outvars), why)
+    return Dtypes(_each(operands, dtype))
+
+
+def _rounded_once(eqn: JaxprEqn, floats: Values, low: DType) -> str:
+    """Why an equation on 16 bits is computed in float32 and then rounded, if so."""
+    if any(_is_computed_number(value) for value in floats):
+        return _BY_NUMBER
+    if any(_is_wide_constant(value, eqn, low) for value in floats):
+        return _BY_CONSTANT
+    return _OVERSCALED if overscaled(eqn, floats, low) else ""
 
 
 def _shifts(value: Value, eqn: JaxprEqn) -> bool:
@@ -108,19 +133,24 @@ def _shifts(value: Value, eqn: JaxprEqn) -> bool:
     return len(numbers) > 1 and all(abs(number) < _HIDING for number in numbers)
 
 
-def _is_wide(value: Value, eqn: JaxprEqn, dtype: DType) -> bool:
-    """Whether an equation takes a number in float32, and rounds its result.
+def _is_computed_number(value: Value) -> bool:
+    """Whether it is one float32 number, not known before the program runs.
 
-    A scalar that is computed may be out of range, and its gradient is a sum; a constant
-    would be rounded before the result is, and all that it scales with it. What masks
+    It may be out of range, and its gradient is a sum.
+    """
+    return not value.follows and value.rank == 0 and value.dtype == FLOAT32
+
+
+def _is_wide_constant(value: Value, eqn: JaxprEqn, low: DType) -> bool:
+    """Whether an equation takes a constant in float32, and rounds its result.
+
+    It would be rounded before the result is, and all that it scales with it. What masks
     add is mostly so large that its rounding is nothing.
     """
-    if not value.follows:
-        return value.rank == 0 and value.dtype == FLOAT32
     name = eqn.primitive.name
-    if name in _primitives.SHIFTING and value.constant is None:
+    if not value.follows or (name in _primitives.SHIFTING and value.constant is None):
         return False
-    return name in _primitives.ROUNDING and inexact(value, dtype)
+    return name in _primitives.ROUNDING and inexact(value, low)
 
 
 def result_dtypes(

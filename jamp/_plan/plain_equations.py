@@ -16,7 +16,7 @@ from jamp._plan.dtypes import Dtypes, choose, result_dtypes
 from jamp._plan.equation import Equation
 from jamp._plan.plan import Bind, Broadcast
 from jamp._plan.products import adds_nothing, explicit_precision
-from jamp._plan.records import Origin, Ruling
+from jamp._plan.records import Note, Origin, Ruling
 from jamp._plan.sums import carried_sums, made_of
 from jamp._plan.values import (
     BOOLEAN,
@@ -42,7 +42,10 @@ def plan_plain(equation: Equation) -> list[Value]:
     layer = _plan_layer(equation) if eqn.primitive.name == "add" else None
     if layer is not None:
         return layer
-    return cast_and_bind(equation, choose(rule, eqn, operands, context.region.dtype))
+    dtypes = choose(rule, eqn, operands, context.region.dtype)
+    if dtypes.why:
+        caster.record.note = Note(dtypes.why)
+    return cast_and_bind(equation, dtypes)
 
 
 def _plan_layer(equation: Equation) -> list[Value] | None:

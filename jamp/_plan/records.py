@@ -98,7 +98,7 @@ class Returned(NamedTuple):
 
 
 class Note(NamedTuple):
-    """What readers in float32 made of a rule."""
+    """Why an operation computes in float32 although 16 bits came in, or returns it."""
 
     words: str
     readers: tuple[str, ...] = ()  # their names, where these are known
@@ -119,7 +119,7 @@ class Record:
     results: tuple[Any, ...] = ()  # dtypes of its results, as computed
     # Those of its results that are handed on; None for one that stays in its function.
     returns: tuple[Returned | None, ...] = ()
-    note: Note | None = None  # why it is not as its rule says
+    note: Note | None = None  # why float32, where its rule does not say it
     casts: list[Conversion] = field(default_factory=list)  # conversions inserted for it
     # Records of the programs that it holds; one that is called often has them once.
     inner: list[list[Record]] = field(default_factory=list)

@@ -104,3 +104,35 @@ def test_blocks_with_long_names_are_told_apart():
         line.split()[4] for line in str(report).splitlines() if "MlpBlock_0" in line
     }
     assert len(places) == len(names)
+
+
+X88 = jnp.ones((8, 8))
+PROMOTED = {
+    "beside float32": (lambda h, x: h + x, "add", "float32"),
+    "beside constants": (lambda h, x: h + jnp.eye(8), "add", "float32"),
+    "float32 number": (lambda h, x: h * x[0, 0], "mul", "float16"),
+    "inexact constant": (lambda h, x: h * 0.9, "mul", "float16"),
+    "constant out of range": (lambda h, x: h * 1e-9, "mul", "float32"),
+    "constants out of range": (lambda h, x: h * 2.0**10 * 2.0**10, "mul", "float16"),
+    "adds up": (lambda h, x: jnp.zeros_like(h).at[0].add(h[0]), "scatter-add", ""),
+    "gradient adds up": (lambda h, x: h[jnp.arange(3)], "gather", "float16"),
+}
+
+
+@pytest.mark.parametrize("why", PROMOTED)
+def test_16_bits_that_are_promoted_are_given_the_reason(why):
+    fn, primitive, result = PROMOTED[why]
+    report = jamp.explain(lambda x: fn(x @ x, x), device_type="gpu")(X88)
+    *_, found = (
+        op for op in report.to_dict()["operations"] if op["primitive"] == primitive
+    )
+    assert found["note"] == why
+    assert set(found["operands"]) - {"int32"} == {"float32"}
+    assert not result or found["results"] == [result]
+    assert f"({why})" in str(report)
+
+
+@pytest.mark.parametrize("fn", [lambda h, x: h * 2, lambda h, x: x * x[0, 0] * 0.9])
+def test_what_computes_in_the_dtype_that_came_in_needs_no_reason(fn):
+    report = jamp.explain(lambda x: fn(x @ x, x), device_type="gpu")(X88)
+    assert not any(op["note"] for op in report.to_dict()["operations"])
