@@ -11,7 +11,7 @@ from jamp._diagnose.measure import LOWEST_EXPONENT, Measured, led_to, path_to
 from jamp._diagnose.outcomes import ROUNDINGS, Verdict
 from jamp._dtypes import below_float32
 from jamp._primitives import FUNCTIONS, MOVEMENT
-from jamp._tracing.casts import is_explicit
+from jamp._tracing.users_casts import is_explicit
 
 # A result has underflowed if more of it is below the normal numbers of its dtype.
 UNDERFLOWED = 0.5

@@ -21,13 +21,12 @@ from jax.tree_util import Partial
 from jamp import _dtypes, _primitives
 from jamp._compat import becomes_a_program, rules_of
 from jamp._emit.conversions import convert
-from jamp._emit.emitter import Arrays, Emitter, emits, emitter_of
+from jamp._emit.emitter import Arrays, Emitter, Places, emits_programs, emitter_of
 from jamp._equations import bind, closed, constants, content_of
 from jamp._errors import AutocastError
 from jamp._plan.plan import Context, Structural
 from jamp._plan.planner import inputs_like, plan_program
 from jamp._plan.values import Value, Values
-from jamp._tracing.casts import make_jaxpr
 from jamp._tracing.derivative_rules import (
     LOGS,
     VjpRules,
@@ -39,10 +38,13 @@ from jamp._tracing.locations import frame_key, location
 from jamp._tracing.named_axes import in_axes_of_now
 from jamp._tracing.regions import Scope
 from jamp._tracing.trace import outlived
+from jamp._tracing.users_casts import make_jaxpr
 
 
-@emits("custom_jvp_call")
-def emit_custom_jvp(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
+@emits_programs("custom_jvp_call")
+def emit_custom_jvp(
+    emitter: Emitter, action: Structural, arrays: Arrays, varying: Places
+) -> Arrays:
     (inner,), eqn, region = action.plans, action.eqn, action.context.region
     count, current = len(inner.results), emitter_of(emitter)
 
@@ -71,8 +73,10 @@ def emit_custom_jvp(emitter: Emitter, action: Structural, arrays: Arrays) -> Arr
     return list(function(*arrays))
 
 
-@emits("custom_vjp_call")
-def emit_custom_vjp(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
+@emits_programs("custom_vjp_call")
+def emit_custom_vjp(
+    emitter: Emitter, action: Structural, arrays: Arrays, varying: Places
+) -> Arrays:
     """Emits a `jax.custom_vjp` whose rules are traced, and planned, when JAX asks."""
     (inner,), eqn, context = action.plans, action.eqn, action.context
     outs = len(inner.results)
@@ -132,8 +136,10 @@ def emit_custom_vjp(emitter: Emitter, action: Structural, arrays: Arrays) -> Arr
     return list(function(*arrays))
 
 
-@emits("custom_vmap_call")
-def emit_custom_vmap(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
+@emits_programs("custom_vmap_call")
+def emit_custom_vmap(
+    emitter: Emitter, action: Structural, arrays: Arrays, varying: Places
+) -> Arrays:
     (inner,), eqn, context = action.plans, action.eqn, action.context
     current = emitter_of(emitter)
 

@@ -52,21 +52,30 @@ from jamp._policy.rules import Rule
 from jamp._tracing.locations import location
 
 Arrays = Sequence[Any]
-Emission = Callable[["Emitter", Any, list[Any]], Arrays]
+Places = Collection[int]  # of operands
+Emission = Callable[["Emitter", Any, Arrays], Arrays]
+# It is told too which operands vary, as `Emitter.run` is.
+ProgramsEmission = Callable[["Emitter", Structural, Arrays, Places], Arrays]
 
-_emissions: dict[type[Action] | str, Emission] = {}
+_emissions: dict[type[Action], Emission] = {}
+_programs_emissions: dict[str, ProgramsEmission] = {}
 
 
-def emits(kind: type[Action] | str) -> Callable[[Emission], Emission]:
-    """Registers what emits a kind of action, or structural equations of a primitive."""
+def emits(kind: type[Action]) -> Callable[[Emission], Emission]:
+    """Registers what emits a kind of action."""
+    return partial(_register, _emissions, kind)
 
-    def register(emission: Emission) -> Emission:
-        if kind in _emissions:
-            raise ValueError(f"{kind} is emitted already: {_emissions[kind].__name__}")
-        _emissions[kind] = emission
-        return emission
 
-    return register
+def emits_programs(kind: str) -> Callable[[ProgramsEmission], ProgramsEmission]:
+    """Registers what emits equations of a primitive that hold programs."""
+    return partial(_register, _programs_emissions, kind)
+
+
+def _register(registry: dict[Any, Any], kind: Any, emission: Any) -> Any:
+    if kind in registry:
+        raise ValueError(f"{kind} is emitted already: {registry[kind].__name__}")
+    registry[kind] = emission
+    return emission
 
 
 def emit(plan: Plan, arrays: Sequence[Any], *, share: bool = True) -> list[Any]:
@@ -95,8 +104,6 @@ class Emitter:
     def __init__(self, share: bool, rules: Made | None = None) -> None:
         # Whether equal calls are one function, which has the lines of one of them.
         self.share = share
-        # The places of operands of the action at hand that vary, as in `run`.
-        self.varying: Collection[int] = ()
         # What the derivative rules of equal calls have in common, as written.
         self.rules = Made() if rules is None else rules
         # Programs, and jitted functions, by what they compute.
@@ -107,7 +114,7 @@ class Emitter:
         self,
         plan: Plan,
         arrays: Sequence[Any],
-        varying: Collection[int] = (),
+        varying: Places = (),
         wide: Mapping[int, Any] = MappingProxyType({}),
     ) -> list[Any]:
         """The results of a plan.
@@ -140,12 +147,13 @@ class Emitter:
         return [read(value) for value in plan.results]
 
     def _emit(self, action: Action, arrays: list[Any], iteration: Iteration) -> Arrays:
-        emission = _emissions[getattr(action, "kind", type(action))]
-        self.varying = iteration.varying(action)
-        if not self.varying:
-            return emission(self, action, arrays)
-        taken = iteration.saved(action, arrays, self.varying)
-        return iteration.made(action, emission(self, action, taken))
+        varying = iteration.varying(action)
+        taken = iteration.saved(action, arrays, varying) if varying else arrays
+        if isinstance(action, Structural):
+            made = _programs_emissions[action.kind](self, action, taken, varying)
+        else:
+            made = _emissions[type(action)](self, action, taken)
+        return iteration.made(action, made) if varying else made
 
     def call(
         self,
@@ -172,7 +180,7 @@ class Emitter:
         arrays: Sequence[Any],
         *,
         into: Any = None,
-        varying: Collection[int] = (),
+        varying: Places = (),
         wide: Mapping[int, Any] = MappingProxyType({}),
     ) -> Any:
         """The closed jaxpr of an inner plan, the same one wherever it is the same.

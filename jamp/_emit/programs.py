@@ -15,18 +15,20 @@ from jax.extend.core import JaxprEqn
 from jamp import _dtypes
 from jamp._compat import scan_counts
 from jamp._emit.conversions import convert, convert_all
-from jamp._emit.emitter import Arrays, Emitter, emits
+from jamp._emit.emitter import Arrays, Emitter, Places, emits_programs
 from jamp._emit.loop_stacks import stackable, stacks_in_float32
 from jamp._equations import bind, checkpointed
 from jamp._plan.plan import Structural
 
 
-@emits("jit")
-def emit_jit(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
+@emits_programs("jit")
+def emit_jit(
+    emitter: Emitter, action: Structural, arrays: Arrays, varying: Places
+) -> Arrays:
     params, (plan,) = action.eqn.params, action.plans
     taken, wide = action.unshared(arrays)
     # The casts that are shared come last, and are no inputs of the plan.
-    varying = [place for place in emitter.varying if place < len(taken)]
+    varying = [place for place in varying if place < len(taken)]
     # Every parameter that holds an entry per input needs one for the casts too.
     casts = *action.slots, *action.shared
     shardings, layouts = (
@@ -43,12 +45,14 @@ def emit_jit(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
     )
 
 
-@emits("cond")
-def emit_cond(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
+@emits_programs("cond")
+def emit_cond(
+    emitter: Emitter, action: Structural, arrays: Arrays, varying: Places
+) -> Arrays:
     (_, *taken), wide = action.unshared(arrays)
     wide = {place - 1: array for place, array in wide.items()}
     # Of what a branch takes JAX saves everything for each iteration.
-    varying = range(len(taken)) if emitter.varying else ()
+    varying = range(len(taken)) if varying else ()
     branches = tuple(
         emitter.closed(
             plan, taken, into=action.result_dtypes, varying=varying, wide=wide
@@ -58,8 +62,10 @@ def emit_cond(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
     return bind(action.eqn, arrays, branches=branches)
 
 
-@emits("remat2")
-def emit_checkpoint(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
+@emits_programs("remat2")
+def emit_checkpoint(
+    emitter: Emitter, action: Structural, arrays: Arrays, varying: Places
+) -> Arrays:
     (plan,), (taken, wide) = action.plans, action.unshared(arrays)
     dtypes = [value.dtype for value in plan.arguments]
     if action.eqn.params["differentiated"]:
@@ -77,8 +83,10 @@ def emit_checkpoint(emitter: Emitter, action: Structural, arrays: Arrays) -> Arr
     return list(checkpointed(run, **options)(taken, wide))
 
 
-@emits("shard_map")
-def emit_shard_map(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
+@emits_programs("shard_map")
+def emit_shard_map(
+    emitter: Emitter, action: Structural, arrays: Arrays, varying: Places
+) -> Arrays:
     params, (plan,) = action.eqn.params, action.plans
     specs = params["in_specs"]
 
@@ -97,9 +105,11 @@ def emit_shard_map(emitter: Emitter, action: Structural, arrays: Arrays) -> Arra
     return list(function(*arrays))
 
 
-@emits("all_gather")
-@emits("all_gather_invariant")
-def emit_all_gather(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
+@emits_programs("all_gather")
+@emits_programs("all_gather_invariant")
+def emit_all_gather(
+    emitter: Emitter, action: Structural, arrays: Arrays, varying: Places
+) -> Arrays:
     return [_gathered(action.eqn, arrays[0])]
 
 
@@ -115,8 +125,10 @@ def _gathered_jvp(eqn: JaxprEqn, primals: Any, tangents: Any) -> tuple[Any, Any]
     return _gathered(eqn, *primals), convert(tangent, primals[0].dtype)
 
 
-@emits("custom_linear_solve")
-def emit_linear_solve(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
+@emits_programs("custom_linear_solve")
+def emit_linear_solve(
+    emitter: Emitter, action: Structural, arrays: Arrays, varying: Places
+) -> Arrays:
     programs, lengths = (action.eqn.params[n] for n in ("jaxprs", "const_lengths"))
     plans, consts = iter(action.plans), iter(arrays)
     sides = arrays[sum(lengths) :]
@@ -151,8 +163,10 @@ def _narrowed_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
     return primal, lax.convert_element_type(tangents[0], narrow.dtype)
 
 
-@emits("scan")
-def emit_scan(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
+@emits_programs("scan")
+def emit_scan(
+    emitter: Emitter, action: Structural, arrays: Arrays, varying: Places
+) -> Arrays:
     params, slots, (plan,) = action.eqn.params, action.slots, action.plans
     count, num_carry = scan_counts(params)
     arrays, casts = action.unshared(arrays)
@@ -167,7 +181,7 @@ def emit_scan(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
     sliced = {place: cast for place, cast in casts.items() if place >= count}
     narrow = list(map(lax.stop_gradient, [*arrays[:count], *arrays[end:]]))
     in_float32 = stacks_in_float32(action)
-    varying = range(count, end) if in_float32 else ()
+    sliced_or_carried = range(count, end) if in_float32 else ()
 
     def step(carried: Sequence[Any], given: tuple[Any, Any]) -> tuple[Any, Any]:
         slices, wides = given
@@ -180,7 +194,7 @@ def emit_scan(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
         pairs = enumerate(zip(taken[:count], wide, strict=True))
         others = {p: w for p, (own, w) in pairs if own.dtype != w.dtype}
         others.update(zip(sliced, wides, strict=True))
-        results = emitter.run(plan, taken, varying, others)
+        results = emitter.run(plan, taken, sliced_or_carried, others)
         carried = convert_all(results[:num_carry], action.result_dtypes[:num_carry])
         left = results[num_carry:]
         return carried, stackable(left) if in_float32 else left
@@ -197,8 +211,10 @@ def emit_scan(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
     return [*final, *convert_all(stacked, action.result_dtypes[num_carry:])]
 
 
-@emits("while")
-def emit_while(emitter: Emitter, action: Structural, arrays: Arrays) -> Arrays:
+@emits_programs("while")
+def emit_while(
+    emitter: Emitter, action: Structural, arrays: Arrays, varying: Places
+) -> Arrays:
     params, (test, plan) = action.eqn.params, action.plans
     num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
     end = len(arrays) - len(action.slots)

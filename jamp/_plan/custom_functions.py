@@ -24,9 +24,9 @@ from jamp._plan.programs import structural
 from jamp._plan.records import with_inner
 from jamp._plan.values import Value
 from jamp._policy.rules import Rule
-from jamp._tracing.casts import is_kept_cast, make_jaxpr
 from jamp._tracing.derivative_rules import trace_jvp, trace_rules
 from jamp._tracing.regions import holds_region
+from jamp._tracing.users_casts import is_kept_cast, make_jaxpr
 
 
 @structural("custom_jvp_call", "custom_vjp_call", "custom_vmap_call")

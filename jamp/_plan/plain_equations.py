@@ -29,7 +29,7 @@ from jamp._plan.values import (
 )
 from jamp._policy.policy import Policy
 from jamp._policy.rules import Rule
-from jamp._tracing.casts import is_explicit, is_kept_cast
+from jamp._tracing.users_casts import is_explicit, is_kept_cast
 
 
 def plan_plain(equation: Equation) -> list[Value]:

@@ -35,9 +35,9 @@ from jamp._policy.functions import Function
 from jamp._policy.policy import Policy
 from jamp._policy.rules import RECIPROCAL, Rule
 from jamp._tracing import locations
-from jamp._tracing.casts import is_kept_cast, is_reshard
 from jamp._tracing.options import Options
 from jamp._tracing.regions import AGAIN, Scope, scope_names
+from jamp._tracing.users_casts import is_kept_cast, is_reshard
 
 
 def make_plan(program: Any, arrays: Sequence[Any], options: Options) -> Plan:

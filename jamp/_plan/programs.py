@@ -20,10 +20,10 @@ from jamp._plan.carries import (
     settled_carry,
 )
 from jamp._plan.equation import Equation
+from jamp._plan.loop_starts import reads_unrounded
 from jamp._plan.plain_equations import plan_plain
 from jamp._plan.plan import Plan
 from jamp._plan.records import Conversion
-from jamp._plan.starts import reads_unrounded
 from jamp._plan.values import Traits, Value, Values
 from jamp._policy.rules import Rule
 

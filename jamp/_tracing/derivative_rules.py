@@ -15,10 +15,10 @@ from jax.extend.core import JaxprEqn, Literal
 
 from jamp._compat import settings
 from jamp._equations import bind
-from jamp._tracing.casts import make_jaxpr
 from jamp._tracing.options import Options
 from jamp._tracing.regions import backward_of
 from jamp._tracing.trace import with_arrays
+from jamp._tracing.users_casts import make_jaxpr
 
 # Whether a backward rule may log: not in every supported release.
 LOGS = hasattr(jax.custom_vjp, "defvjp_with_logs")

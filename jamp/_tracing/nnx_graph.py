@@ -15,8 +15,8 @@ import jax
 
 from jamp._dtypes import FLOAT32
 from jamp._errors import AutocastTypeError
-from jamp._tracing.casts import kept_float32
 from jamp._tracing.checks import is_array
+from jamp._tracing.users_casts import kept_float32
 
 # What an object holds, by name: leaves and the structure of each part.
 _Parts = dict[str, tuple[list[Any], Any]]

@@ -22,9 +22,9 @@ from jamp import _dtypes, _primitives
 from jamp._compat import is_made_by_jax, trace_of
 from jamp._equations import constants, equations
 from jamp._tracing.cache_key import Constant
-from jamp._tracing.casts import make_jaxpr
 from jamp._tracing.checks import is_array, refuse_made
 from jamp._tracing.options import Options
+from jamp._tracing.users_casts import make_jaxpr
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

@@ -8,9 +8,11 @@ from jaxprs import equations, traced
 from programs import PROGRAMS
 
 import jamp
+from jamp._diagnose.widened import _HOLDERS
 from jamp._emit import emit, emitter
 from jamp._plan.planner import make_plan
 from jamp._plan.programs import STRUCTURAL, structural
+from jamp._primitives import CALLS
 from jamp._tracing.options import Arguments
 
 every_program = pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.name)
@@ -24,8 +26,8 @@ def plan_of(program, arrays, device="cpu"):
 def checked(emission):
     """An emission whose results are held to the plan."""
 
-    def emit_and_check(running, action, arrays):
-        made = list(emission(running, action, arrays))
+    def emit_and_check(running, action, *rest):
+        made = list(emission(running, action, *rest))
         found = [getattr(jax.typeof(array), "dtype", None) for array in made]
         assert found == [value.dtype for value in action.results]
         return made
@@ -35,8 +37,9 @@ def checked(emission):
 
 @pytest.fixture
 def emissions_are_checked(monkeypatch):
-    for action, emission in list(emitter._emissions.items()):
-        monkeypatch.setitem(emitter._emissions, action, checked(emission))
+    for registry in (emitter._emissions, emitter._programs_emissions):
+        for kind, emission in list(registry.items()):
+            monkeypatch.setitem(registry, kind, checked(emission))
 
 
 @pytest.mark.usefixtures("emissions_are_checked")
@@ -106,10 +109,17 @@ def test_a_primitive_has_one_rule():
 def test_every_structural_rule_has_an_emission():
     # These dissolve into the program around them, or are emitted as another kind.
     without = {"call", "call_hi_primitive", "closed_call", "eval_jaxpr", "remat_opt"}
-    emitted = {kind for kind in emitter._emissions if isinstance(kind, str)}
-    assert emitted == STRUCTURAL.keys() - without
+    assert emitter._programs_emissions.keys() == STRUCTURAL.keys() - without
+
+
+def test_a_diagnosis_widens_what_every_structural_rule_is_for():
+    # These hold no program, or can't be bound in other dtypes.
+    without = {"all_gather", "all_gather_invariant", "call_hi_primitive"}
+    assert STRUCTURAL.keys() - CALLS.keys() - _HOLDERS == without
 
 
 def test_a_kind_of_action_is_emitted_in_one_place():
     with pytest.raises(ValueError, match="is emitted already: _emit_cast"):
         emitter.emits(emitter.Cast)(lambda running, action, arrays: [])
+    with pytest.raises(ValueError, match="is emitted already: emit_scan"):
+        emitter.emits_programs("scan")(lambda running, action, arrays, varying: [])

@@ -18,7 +18,7 @@ from jamp._plan.unrounded.probabilities import Probabilities
 from jamp._plan.unrounded.readers import Readers, Reading, apart_from, taken
 from jamp._plan.unrounded.rewritten_records import Rewritten
 from jamp._plan.unrounded.same_elements import Elements
-from jamp._plan.unrounded.shared_casts import with_shared_casts
+from jamp._plan.unrounded.shared_gradients import with_shared_casts
 from jamp._plan.values import Value
 
 
