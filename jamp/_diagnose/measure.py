@@ -84,11 +84,16 @@ class Statistics(NamedTuple):
     def merge(self, other: Self) -> Self:
         """Those of two iterations."""
         pairs = zip(self._fields, self, other, strict=True)
-        return type(self)(*(_MERGED.get(n, operator.add)(a, b) for n, a, b in pairs))
+        return type(self)(*(_MERGED[name](a, b) for name, a, b in pairs))
 
 
-# How statistics of two iterations become one, where they are not added.
+_ADDED = (
+    "overflowed wild alike nonzero flushed subnormal exponents introduced began "
+    "wild_began"
+)
+# How statistics of two iterations become one.
 _MERGED: dict[str, Any] = {
+    **dict.fromkeys(_ADDED.split(), operator.add),
     **dict.fromkeys(("error", "lost", "largest", "introduced_once"), max),
     "least_error": min,
     "first": lambda a, b: min({a, b} - {None}, default=None),

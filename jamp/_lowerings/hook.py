@@ -13,10 +13,11 @@ from jamp._lowerings.bilinear import PRECISION, product_params
 from jamp._lowerings.convolution import convolution_of_weights_p, convolution_p
 from jamp._lowerings.product import product_of_weights_p, product_p
 
-# Of any operands, and of those that are casts of weights.
-_PRODUCTS = {
-    "conv_general_dilated": (convolution_p, convolution_of_weights_p),
-    "dot_general": (product_p, product_of_weights_p),
+_PRODUCTS = {"conv_general_dilated": convolution_p, "dot_general": product_p}
+# The same, of operands of which some are casts of weights.
+_PRODUCTS_OF_WEIGHTS = {
+    "conv_general_dilated": convolution_of_weights_p,
+    "dot_general": product_of_weights_p,
 }
 # Other primitives, by the dtype of their first operand.
 _OWN: Mapping[Any, Mapping[Primitive, Primitive]] = {
@@ -75,8 +76,10 @@ def bound_as(
     name, params = eqn.primitive.name, eqn.params
     dtypes = [aval.dtype for aval in avals]
     if has_own_product(name, dtypes):
-        product = _PRODUCTS[name][bool(weights)]
-        return product, product_params(params, avals[0].dtype, weights, rounded, to)
+        products = _PRODUCTS_OF_WEIGHTS if weights else _PRODUCTS
+        return products[name], product_params(
+            params, avals[0].dtype, weights, rounded, to
+        )
     if name in _primitives.PRODUCTS:
         params = _params_of_product(params, avals)
     elif name in _primitives.SCATTERS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from textwrap import indent
 from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn
@@ -49,6 +50,10 @@ class Action:
     operands: Values  # the values that it takes
     results: Values  # the values that it makes
     caster: Caster | None  # of the equation that it is for, if any
+
+    @property
+    def name(self) -> str:
+        return type(self).__name__
 
     @property
     def source(self) -> Source:
@@ -114,6 +119,10 @@ class Bind(Run):
     weights: tuple[int, ...] = ()
 
     @property
+    def name(self) -> str:
+        return self.eqn.primitive.name
+
+    @property
     def rounded(self) -> tuple[int, ...]:
         """Which operands were cast from float32 by a rule, and not by the program."""
         places = enumerate(self.operands[: len(self.eqn.invars)])
@@ -134,6 +143,10 @@ class Float32Call(Run):
     shared: Sequence[int] = ()
 
     @property
+    def name(self) -> str:
+        return f"Float32Call({', '.join(e.primitive.name for e in self.eqns)})"
+
+    @property
     def widens(self) -> Sequence[int]:
         return [place for place, v in enumerate(self.operands) if v.low]
 
@@ -152,6 +165,10 @@ class Structural(Run):
     # Whether it is read as a function that runs in the float32 that it was traced in.
     in_float32: bool = False
     shared: Sequence[int] = ()  # as of a `Float32Call`
+
+    @property
+    def name(self) -> str:
+        return self.kind
 
     def unshared(self, arrays: Sequence[Any]) -> tuple[Sequence[Any], dict[int, Any]]:
         """What it takes, and casts to share the gradient of, by their operand's place.
@@ -228,6 +245,16 @@ class Plan:
     changed: bool = False  # whether anything differs from the program as traced
     looped: bool = False  # as of a `Context`
 
+    def __str__(self) -> str:
+        """Its steps, a line for each; those of programs that a step holds, indented."""
+        lines = [f"take {_listed(self.arguments)}"]
+        for action in self.actions:
+            made, taken = map(_listed, (action.results, action.operands))
+            lines.append(f"{made} = {action.name} {taken}")
+            held = action.plans if isinstance(action, Structural) else ()
+            lines += [indent(str(plan), "    ") for plan in held]
+        return "\n".join([*lines, f"give {_listed(self.results)}"])
+
     def append(self, action: Action) -> None:
         self.actions.append(action)
         self.makers.update((value.number, action) for value in action.results)
@@ -255,6 +282,10 @@ class Plan:
     @property
     def result_traits(self) -> tuple[Traits, ...]:
         return tuple([value.traits for value in self.results])
+
+
+def _listed(values: Values) -> str:
+    return ", ".join(map(repr, values))
 
 
 class Caster:

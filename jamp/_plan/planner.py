@@ -80,7 +80,9 @@ def plan_program(
     return spare_roundings(plan)
 
 
-class _Entry(NamedTuple):
+class _Placed(NamedTuple):
+    """An equation, and the scope, region and call of a listed function around it."""
+
     eqn: JaxprEqn
     scope: Scope
     user: Ruling | None = None
@@ -163,7 +165,7 @@ class _Planner:
             if call is None:
                 self._plan_equation(eqn, env, context._replace(scope=scope), user)
             else:
-                own = tuple([entry.eqn for entry in group])
+                own = tuple([one.eqn for one in group])
                 inside = partial(self._plan_equations, own, start)
                 plan_listed_call(
                     ListedCall(call.function, own, start, env, context, scope, inside)
@@ -172,43 +174,43 @@ class _Planner:
 
     def _calls(
         self, eqns: Sequence[JaxprEqn], context: Context
-    ) -> Iterator[list[_Entry]]:
+    ) -> Iterator[list[_Placed]]:
         """Groups equations by the call of a listed function that they stand in."""
-        group: list[_Entry] = []
-        for entry in self._entries(eqns, context):
-            if group and not _continues(group, entry):
+        group: list[_Placed] = []
+        for one in self._placed(eqns, context):
+            if group and not _continues(group, one):
                 yield group
                 group = []
-            group.append(entry)
+            group.append(one)
         if group:
             yield group
 
-    def _entries(self, eqns: Sequence[JaxprEqn], context: Context) -> list[_Entry]:
+    def _placed(self, eqns: Sequence[JaxprEqn], context: Context) -> list[_Placed]:
         known = None
         # A layer may have begun before the code that it was handed.
         while known != len(self._opened):
             known = len(self._opened)
-            entries = [self._entry(eqn, context) for eqn in eqns]
-        return entries
+            placed = [self._place(eqn, context) for eqn in eqns]
+        return placed
 
-    def _entry(self, eqn: JaxprEqn, context: Context) -> _Entry:
+    def _place(self, eqn: JaxprEqn, context: Context) -> _Placed:
         scope = context.scope.enter(eqn.source_info.name_stack)
         user = user_ruling(scope)
         if user is not None or context.forced is not None:
-            return _Entry(eqn, scope, user)
+            return _Placed(eqn, scope, user)
         # The user's own line asks for a cast, wherever JAX makes it.
         key = locations.frame_key(eqn, users=is_kept_cast(eqn))
         if key is None:
             self._warn_no_traceback()
-            return _Entry(eqn, scope)
+            return _Placed(eqn, scope)
         functions = self._functions(scope.options.policy)
         for call in locations.calls(key, functions):
             if call.function in context.functions or call.key in self._opened:
                 continue
             if not (call.function.own_code and locations.is_others(eqn, call)):
-                return _Entry(eqn, scope, None, call, key)
+                return _Placed(eqn, scope, None, call, key)
             self._opened.add(call.key)
-        return _Entry(eqn, scope, None, None, key)
+        return _Placed(eqn, scope, None, None, key)
 
     def _functions(self, policy: Policy) -> Mapping[int, Function]:
         if policy not in self._listed:
@@ -347,13 +349,13 @@ def _promoted(eqn: JaxprEqn, operands: Values) -> Origin | None:
     return Origin.INTEGERS if rounds else None
 
 
-def _continues(group: Sequence[_Entry], entry: _Entry) -> bool:
+def _continues(group: Sequence[_Placed], one: _Placed) -> bool:
     """Whether an equation belongs to the call that a group of equations stands in."""
     first = group[0]
-    if entry.call is None or first.call is None or entry.call.key != first.call.key:
+    if one.call is None or first.call is None or one.call.key != first.call.key:
         return False
-    if entry.scope is not first.scope and entry.scope != first.scope:
+    if one.scope is not first.scope and one.scope != first.scope:
         return False
     # Back at the first instruction: the call was made anew, as in a Python loop. What a
     # jitted function inlines has one and the same frames throughout.
-    return entry.key != first.key or group[-1].key == first.key
+    return one.key != first.key or group[-1].key == first.key

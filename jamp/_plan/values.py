@@ -212,6 +212,12 @@ class Value:
         self.known = known  # the array itself, if it is a constant of the program
         self.source: Value | None = None  # what it was cast from, if in float32
 
+    def __repr__(self) -> str:
+        number = self.constant if self.follows else None
+        constant = "" if number is None else f"={number:g}"
+        shape = ",".join(map(str, getattr(self.aval, "shape", ())))
+        return f"%{self.number}{constant}:{self.dtype}[{shape}]"
+
     @classmethod
     def of(cls, aval: Any, dtype: Any, traits: Traits | None = None) -> Value:
         """A value like one of the traced program, in a dtype of its own."""

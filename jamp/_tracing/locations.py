@@ -4,6 +4,7 @@ Every equation remembers the Python frames that emitted it. Consecutive equation
 call of a listed function are ruled as a whole by its policy.
 """
 
+import enum
 import os
 import sys
 import sysconfig
@@ -73,8 +74,9 @@ def is_others(eqn: JaxprEqn, call: Call) -> bool:
     sources = (str(program.debug_info.func_src_info) for program in programs)
     files = [source.partition(" at ")[2].rpartition(":")[0] for source in sources]
     files += [code.co_filename for code in codes[: -len(ids)]]
-    distances = (_distance(file) for file in files if file)
-    return next((found for found in distances if found < 3), 3) < 2
+    owners = (_owner(file) for file in files if file)
+    innermost = next((owner for owner in owners if owner < _Owner.CORE), _Owner.CORE)
+    return innermost < _Owner.LIBRARY
 
 
 @dataclass(frozen=True)
@@ -99,18 +101,25 @@ _STANDARD, _SCRIPTS = (os.path.join(_PATHS[name], "") for name in ("stdlib", "sc
 _NN = os.path.join(os.path.dirname(jax.__file__), "_src", "nn", "")
 
 
-@lru_cache(maxsize=4096)
-def _distance(filename: str) -> int:
-    """How far from the user's own a file is: 0, 1 if installed, 2 if a library's.
+class _Owner(enum.IntEnum):
+    """Whose a source file is, the nearest to the user first."""
 
-    3 if it is of JAX, or of what stands below the libraries as JAX does.
-    """
+    USER = 0
+    INSTALLED = 1  # of a package that is no known library, and may be the user's
+    LIBRARY = 2
+    CORE = 3  # JAX, and what stands below the libraries as JAX does
+
+
+@lru_cache(maxsize=4096)
+def _owner(filename: str) -> _Owner:
     package = _package(filename)
+    if package in _CORE:
+        return _Owner.CORE
     if package is not None:
-        return 1 + (package in _LIBRARIES) + (package in _CORE)
+        return _Owner.LIBRARY if package in _LIBRARIES else _Owner.INSTALLED
     if filename.startswith((_STANDARD, "<frozen")):
-        return 3
-    return 1 if filename.startswith(_SCRIPTS) else 0
+        return _Owner.CORE
+    return _Owner.INSTALLED if filename.startswith(_SCRIPTS) else _Owner.USER
 
 
 def _package(filename: str) -> str | None:
@@ -129,7 +138,7 @@ def _package(filename: str) -> str | None:
 
 def is_users(filename: str) -> bool:
     """Whether a source file is neither jamp's, nor a known library's, nor Python's."""
-    return _distance(filename) < 2
+    return _owner(filename) < _Owner.LIBRARY
 
 
 def users_frame(files: Iterable[str]) -> int | None:
@@ -137,9 +146,9 @@ def users_frame(files: Iterable[str]) -> int | None:
 
     The first of an installed package, which may be the user's, if there is none.
     """
-    distances = list(map(_distance, files))
-    nearest = min(distances, default=2)
-    return distances.index(nearest) if nearest < 2 else None
+    owners = list(map(_owner, files))
+    nearest = min(owners, default=_Owner.CORE)
+    return owners.index(nearest) if nearest < _Owner.LIBRARY else None
 
 
 def users_level() -> int:
@@ -164,7 +173,7 @@ def library_location(eqn: JaxprEqn, function: Function | None) -> Location | Non
     codes, offsets = frames(eqn)
     files = [code.co_filename for code in codes]
     inside = range(users_frame(files) or 0)
-    found = [i for i in inside if _distance(files[i]) == 2]
+    found = [i for i in inside if _owner(files[i]) is _Owner.LIBRARY]
     found += [i for i in inside if files[i].startswith(_NN)]
     of_function = function and function.resolve()
     if not found or (of_function and files[found[0]] == of_function.co_filename):

@@ -90,7 +90,7 @@ _forward: ContextVar[str] = ContextVar("forward", default="")
 @contextmanager
 def backward_of(forward: Any) -> Iterator[None]:
     """Has the backward rule that is traced inside know how its forward rule ran."""
-    marks = [[*_marks(eqn), None][0] for eqn in forward.eqns]
+    marks = [next(iter(_marks(eqn)), None) for eqn in forward.eqns]
     whole = marks[0] if marks and len({*marks}) == 1 else None
     disabled = whole is not None and not whole.options.enabled
     token = _forward.set(whole.options.source if whole and disabled else "")

@@ -1,5 +1,7 @@
 """Plans: what is decided before anything runs, and that what runs follows it."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -123,3 +125,18 @@ def test_a_kind_of_action_is_emitted_in_one_place():
         emitter.emits(emitter.Cast)(lambda running, action, arrays: [])
     with pytest.raises(ValueError, match="is emitted already: emit_scan"):
         emitter.emits_programs("scan")(lambda running, action, arrays, varying: [])
+
+
+def test_a_plan_prints_its_steps_with_the_dtypes_of_values():
+    w = jnp.ones((4, 4))
+
+    def fn(w):
+        return jax.lax.cond(w[0, 0] > 0, lambda x: x @ w, jnp.sin, w) * 0.5
+
+    lines = str(plan_of(jax.make_jaxpr(fn)(w), [w], "gpu")).splitlines()
+    steps = [re.sub(r"%\d+", "%", line) for line in lines]
+    f32, f16 = "%:float32[4,4]", "%:float16[4,4]"
+    assert (steps[0], steps[-1]) == (f"take {f32}", f"give {f32}")
+    assert f"{f32} = mul {f32}, %=0.5:float32[]" in steps
+    assert f"    {f16} = Cast {f32}" in steps
+    assert f"    {f16} = dot_general {f16}, {f16}, {f32}, {f32}" in steps

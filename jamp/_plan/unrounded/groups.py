@@ -193,8 +193,8 @@ class Groups:
         for number in numbers:
             if number in self._rounding:
                 self._rounding[number].grows = False
-        for known in (self._making, self._taking)[: 1 + shares]:
-            for found in (known[number] for number in numbers if number in known):
+        for groups in [self._making, self._taking] if shares else [self._making]:
+            for found in (groups[number] for number in numbers if number in groups):
                 if found.may_join(group):
                     found.grows = False
                     yield found
