@@ -205,8 +205,8 @@ class Autocast:
         outer = options_in_force()
         if options.enabled and (outer is None or outer.run_as_written):
             raise AutocastError(
-                "an autocast region takes effect only inside a function under autocast,"
-                " with enabled=True: it cannot rewrite code that nobody traces. Wrap "
+                "`with jamp.autocast(...)` acts only inside a function that "
+                "jamp.autocast wraps, with enabled=True; jax.jit is not enough. Wrap "
                 "the function, as in jamp.autocast(fn)(x) or @jamp.autocast above its "
                 "def. Where the same code runs without autocast too, as for a module's "
                 "init or in evaluation, give the region "

@@ -13,6 +13,7 @@ from jamp._loss_scaling.arguments import instances
 from jamp._loss_scaling.arithmetic import outside_of_autocast, select
 from jamp._loss_scaling.scaler import GradScaler, ScalerState
 from jamp._loss_scaling.states import RESTORE, DynamicLossScalingState
+from jamp._tracing.checks import is_array
 from jamp.pallas_kernels import all_finite
 
 
@@ -208,8 +209,8 @@ def _check_state(state: Any) -> None:
     )
     if isinstance(state, dict) and {*DynamicLossScalingState._fields} <= {*state}:
         advice = RESTORE
-    kind = type(state).__name__
-    raise ScalerTypeError(f"state is a {kind}, not what tx.init returned; {advice}")
+    kind = "an array" if is_array(state) else f"a {type(state).__name__}"
+    raise ScalerTypeError(f"state is {kind}, not what tx.init returned; {advice}")
 
 
 def _end(old: Any, new: Any) -> tuple[jax.Array, Any]:

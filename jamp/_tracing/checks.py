@@ -190,6 +190,11 @@ def check_function(name: str, fn: Any, inputs: Sequence[Any] = ()) -> None:
         got = f"{type(fn).__name__}; write {name}(fn)(x), not {name}(fn(x))"
         if callable(getattr(fn, "apply", None)):
             got = f"{type(fn).__name__}; give its apply"
+        elif {"init", "update"} <= {*getattr(fn, "_fields", ())}:
+            got = (
+                f"an optimizer; {name} goes around the loss, and "
+                "jamp.dynamic_loss_scaling around the optimizer"
+            )
     else:
         called = fn, type(fn).__call__
         runs_later = [

@@ -176,8 +176,8 @@ WRONG_STATES = {
 @pytest.mark.parametrize("name", WRONG_STATES)
 def test_update_refuses_a_state_that_init_did_not_return(name):
     state = WRONG_STATES[name]()
-    kind = type(state).__name__
-    message = rf"state is a {kind}, not .* tx.init\(params\)._replace\(inner_state="
+    kind = "an array" if state is W else f"a {type(state).__name__}"
+    message = rf"state is {kind}, not .* tx.init\(params\)._replace\(inner_state="
     with pytest.raises(ScalerTypeError, match=message):
         TX.update(W, state, W)
 

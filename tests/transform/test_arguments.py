@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jaxprs import matmul_dtypes, traced
@@ -377,3 +378,9 @@ def test_a_shape_may_stand_for_an_array_where_nothing_is_computed():
     result = jax.eval_shape(gpu(lambda t: {"y": t["x"] @ t["x"]}), {"x": shape})
     assert (result["y"].shape, result["y"].dtype) == ((4, 4), jnp.float16)
     assert matmul_dtypes(jax.make_jaxpr(gpu(lambda x: x @ x))(shape)) == [LOW_PAIR]
+
+
+def test_an_optimizer_is_told_what_goes_around_it():
+    message = r"got an optimizer; .* jamp.dynamic_loss_scaling around the optimizer"
+    with pytest.raises(jamp.AutocastTypeError, match=message):
+        jamp.autocast(optax.adam(1e-3), dtype=jnp.float16)
