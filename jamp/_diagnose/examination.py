@@ -134,9 +134,9 @@ def _beside_float32_alone(
     rng, run = np.random.default_rng(0), _compiled(program)
     half = float(jnp.finfo(settings.options.dtype).eps) / 2
     every, alone = range(len(program.arrays)), run(*program.arrays)
-    nudged = run(*_moved(program.arrays, 2.0**-22, every, rng))
+    nudged = run(*_nudged(program.arrays, 2.0**-22, every, rng))
     rounded = [
-        run(*_moved(program.arrays, half, subject.weights, rng)) for _ in range(draws)
+        run(*_nudged(program.arrays, half, subject.weights, rng)) for _ in range(draws)
     ]
     found = []
     for old in outcomes:
@@ -152,7 +152,7 @@ def _beside_float32_alone(
     return found
 
 
-def _moved(
+def _nudged(
     arrays: Sequence[Any], share: float, chosen: Collection[int], rng: Any
 ) -> list[Any]:
     """Arrays of which some have a share more or less of each of their elements."""

@@ -263,7 +263,7 @@ def _zero_tangent(tangent: Any, symbolic: bool) -> Any:
 
 
 def _may_be_perturbed(value: Value) -> bool:
-    return value.known is None or isinstance(value.known, jax.core.Tracer)
+    return value.array is None or isinstance(value.array, jax.core.Tracer)
 
 
 def _is_zero(tangent: Any) -> bool:

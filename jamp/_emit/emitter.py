@@ -133,10 +133,10 @@ class Emitter:
         iteration = Iteration(given[place] for place in varying)
 
         def read(value: Value) -> Any:
-            return env[value.number] if value.known is None else value.known
+            return env[value.number] if value.array is None else value.array
 
-        for source, actions in groupby(plan.actions, lambda action: action.source):
-            with _source_of(*source) if source else nullcontext():
+        for lineage, actions in groupby(plan.actions, lambda action: action.lineage):
+            with _source_of(*lineage) if lineage else nullcontext():
                 for action in actions:
                     taken = [read(value) for value in action.operands]
                     if shared:

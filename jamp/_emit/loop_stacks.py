@@ -76,7 +76,7 @@ class Iteration:
     def _in_float32(self, value: Value, array: Any) -> Any:
         if value.dtype != BFLOAT16 or jax.typeof(array).dtype == FLOAT32:
             return array
-        if value.known is not None:
+        if value.array is not None:
             return np.asarray(array).astype(FLOAT32)[()]
         if value.number not in self._wide:
             self._wide[value.number] = convert(array, FLOAT32)

@@ -58,12 +58,12 @@ class _Walk:
         known: dict[int, Facts] = dict(zip(inputs, operands, strict=False))
 
         def read(value: Value) -> Facts:
-            literal = value.known is not None and value.traits.table
-            return _constant(value.known) if literal else known.get(value.number, {})
+            literal = value.array is not None and value.traits.table
+            return _constant(value.array) if literal else known.get(value.number, {})
 
         callers = self._callers
         for action in plan.actions:
-            self._callers = (*callers, *action.source)
+            self._callers = (*callers, *action.lineage)
             results = self._results(action, list(map(read, action.operands)))
             for value, facts in zip(action.results, results, strict=True):
                 rounds = value.low and {"sum", "square"} & facts.keys()

@@ -204,8 +204,8 @@ def _in_best_order(
 
     batches = len(left.batch)
     size = size_along(left.array, left.batch) * left.rows * right.rows
-    swapped = _moved(right, left, fast=fast) + (size if batches else _ACROSS * size)
-    if swapped >= _moved(left, right, fast=fast):
+    swapped = _copied(right, left, fast=fast) + (size if batches else _ACROSS * size)
+    if swapped >= _copied(left, right, fast=fast):
         return product(left, right)
     result = product(right, left)
     first = batches + len(right.free)
@@ -213,7 +213,7 @@ def _in_best_order(
     return lax.transpose(result, order)
 
 
-def _moved(left: Factor, right: Factor, *, fast: bool) -> float:
+def _copied(left: Factor, right: Factor, *, fast: bool) -> float:
     """How many numbers XLA moves for a product that may go by instructions.
 
     It has no fast path for stacks of matrices in which the contracted dimension is not

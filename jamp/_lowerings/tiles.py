@@ -77,7 +77,7 @@ def of_tiles(
     # Both in the order in which they are, so that neighbours are read together.
     kept, added = sorted(places, key=places.__getitem__), sorted(within)
     tiles = tiles.reshape(pairs)
-    moved = _moved(
+    moved = _transposed(
         rounded(tiles) if MOVES_BFLOAT16_AS_FLOAT32 else tiles,
         [*map(places.__getitem__, kept), *map(within.__getitem__, added)],
     )
@@ -109,14 +109,14 @@ def into_tiles(
         low -= rhs.shape[tap] - 1
         config.append((low, size - sizes[-1] - low, 0))
     order.append(len(kept) + made.index(out))
-    tiles = _moved(as_bits(result), order).reshape(*sizes, rhs.shape[out])
+    tiles = _transposed(as_bits(result), order).reshape(*sizes, rhs.shape[out])
     tiles = lax.pad(tiles, jnp.zeros((), tiles.dtype), [*config, (0, 0, 0)])
     return arranged(
         from_bits(tiles), [0, lhs.ndim - 1, *range(1, lhs.ndim - 1)], out_spec
     )
 
 
-def _moved(array: Any, order: Sequence[int]) -> Any:
+def _transposed(array: Any, order: Sequence[int]) -> Any:
     """A transpose, with the last dimensions that stay the last as one.
 
     XLA would move the elements of a short one by one.

@@ -123,10 +123,10 @@ def bias_dims(
 def _is_input(value: Value, inputs: Values) -> bool:
     """Whether a value, or what it was cast from, is no result of the program."""
     given = any(value is v or value in v.casts.values() for v in inputs)
-    return given or value.known is not None
+    return given or value.array is not None
 
 
-def moved(eqn: JaxprEqn, dims: Dims, new: bool) -> Dims:
+def dims_after(eqn: JaxprEqn, dims: Dims, new: bool) -> Dims:
     """Where some dimensions of what an equation moves, and new ones, are after it."""
     before, after = map(_dtypes.shape_of, (eqn.invars[0], eqn.outvars[0]))
     name = eqn.primitive.name

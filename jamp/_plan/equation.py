@@ -11,14 +11,14 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from jamp import _dtypes
 from jamp._equations import closed
-from jamp._plan.plan import Bind, Caster, Context, Plan, Source, Structural
+from jamp._plan.plan import Bind, Caster, Context, Lineage, Plan, Structural
 from jamp._plan.values import Traits, Value, Values
 
 
 class Environment:
     """Values of a program's variables, and the plan that it becomes a part of."""
 
-    def __init__(self, jaxpr: Any, plan: Plan, callers: Source) -> None:
+    def __init__(self, jaxpr: Any, plan: Plan, callers: Lineage) -> None:
         self.plan = plan
         self.callers = callers  # the equations that it is the program of, in the plan
         self._values: dict[Var, Value] = {}
@@ -59,7 +59,7 @@ class Equation(NamedTuple):
     caster: Caster
     # Plan a closed program of its own, and one as part of the program around it.
     plan_inner: Callable[[Any, Values, Context, Iterable[int]], Plan]
-    plan_inline: Callable[[Any, Values, Context, Plan, Source], list[Value]]
+    plan_inline: Callable[[Any, Values, Context, Plan, Lineage], list[Value]]
 
     @property
     def plan(self) -> Plan:

@@ -11,7 +11,7 @@ from jamp import _dtypes, _primitives
 from jamp._dtypes import FLOAT32, DType
 from jamp._equations import holds_program
 from jamp._lowerings.hook import has_own_primitive, has_own_product
-from jamp._plan.biases import bias_dims, keep_float32, moved, product_and_bias
+from jamp._plan.biases import bias_dims, dims_after, keep_float32, product_and_bias
 from jamp._plan.dtypes import Dtypes, choose, result_dtypes
 from jamp._plan.equation import Equation
 from jamp._plan.plan import Bind, Broadcast
@@ -101,8 +101,11 @@ def cast_and_bind(equation: Equation, dtypes: Dtypes) -> list[Value]:
     made = zip(eqn.outvars, result_dtypes(eqn, used, traced), known, strict=True)
     results = [Value.of(var.aval, dtype, traits) for var, dtype, traits in made]
     numbers = {value.number for value in cast if value.eligible}
-    if eqn.primitive.name in _primitives.ARRANGING and numbers <= plan.moved_inputs:
-        plan.moved_inputs.update(value.number for value in results)
+    if (
+        eqn.primitive.name in _primitives.ARRANGING
+        and numbers <= plan.rearranged_inputs
+    ):
+        plan.rearranged_inputs.update(value.number for value in results)
     ruled = caster.record.ruling.rule is not Rule.AS_TRACED
     given = [value.dtype for value in operands]
     changed = used != traced or (ruled and has_own_primitive(eqn, used, given))
@@ -133,8 +136,8 @@ def _weights(equation: Equation, used: Sequence[Any]) -> dict[int, Value]:
     wanted = equation.caster.options.policy.float32_gradients
     if not (wanted and has_own_product(equation.eqn.primitive.name, used)):
         return {}
-    given = equation.plan.moved_inputs
-    sources = {p: v.source or v for p, v in enumerate(equation.operands)}
+    given = equation.plan.rearranged_inputs
+    sources = {p: v.cast_from or v for p, v in enumerate(equation.operands)}
     return {
         place: value
         for place, value in sources.items()
@@ -188,8 +191,10 @@ def _result_traits(equation: Equation, operands: Values, used: Sequence[Any]) ->
         source = floats[0].traits
         return source._replace(
             numbers=numbers,
-            repeated=moved(eqn, source.repeated, new=True),
-            bias_dims=tuple([moved(eqn, dims, new=False) for dims in source.bias_dims]),
+            repeated=dims_after(eqn, source.repeated, new=True),
+            bias_dims=tuple(
+                [dims_after(eqn, dims, new=False) for dims in source.bias_dims]
+            ),
         )
     traits = Traits(numbers, data=data, scale=scale_of(eqn, operands))
     if name == "split" or (layer and name == "add"):

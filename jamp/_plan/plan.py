@@ -19,7 +19,7 @@ from jamp._tracing.options import Options
 from jamp._tracing.regions import Scope
 
 # An equation, after those whose programs it stands in: of its plan, outermost first.
-Source = tuple[JaxprEqn, ...]
+Lineage = tuple[JaxprEqn, ...]
 
 
 class Context(NamedTuple):
@@ -56,8 +56,8 @@ class Action:
         return type(self).__name__
 
     @property
-    def source(self) -> Source:
-        return self.caster.source if self.caster else ()
+    def lineage(self) -> Lineage:
+        return self.caster.lineage if self.caster else ()
 
     @property
     def widens(self) -> Sequence[int]:
@@ -126,7 +126,7 @@ class Bind(Run):
     def rounded(self) -> tuple[int, ...]:
         """Which operands were cast from float32 by a rule, and not by the program."""
         places = enumerate(self.operands[: len(self.eqn.invars)])
-        return tuple(place for place, value in places if value.source is not None)
+        return tuple(place for place, value in places if value.cast_from is not None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,7 +233,7 @@ class Plan:
     inputs: Values
     # The numbers of inputs, and of what only arranges their elements anew: those in
     # float32 are weights to the products that read them.
-    moved_inputs: set[int]
+    rearranged_inputs: set[int]
     # Further inputs: casts of inputs, by position and dtype.
     extras: dict[tuple[int, DType], Value] = field(default_factory=dict)
     results: Values = ()
@@ -291,11 +291,11 @@ def _listed(values: Values) -> str:
 class Caster:
     """Plans the casts of one equation, each made once and shared."""
 
-    def __init__(self, record: Record, options: Options, plan: Plan, source: Source):
+    def __init__(self, record: Record, options: Options, plan: Plan, lineage: Lineage):
         self.record = record
         self.options = options
         self.plan = plan
-        self.source = source
+        self.lineage = lineage
 
     def cast(self, value: Value, dtype: DType, *, rounds: bool = False) -> Value:
         """A value in a dtype; readers in float32 do without a rule's rounding."""
@@ -308,7 +308,7 @@ class Caster:
             return value.casts[dtype]
         traits = value.traits._replace(sum_dtype=None, origins=frozenset())
         result = Value.of(value.aval, dtype, traits)
-        result.source = value if value.dtype == FLOAT32 else None
+        result.cast_from = value if value.dtype == FLOAT32 else None
         share = self.options.cache_enabled
         narrows = dtype.itemsize < value.dtype.itemsize
         if share and narrows and value.slot is not None:

@@ -25,7 +25,7 @@ from jamp._plan.plain_equations import (
     plan_rounding,
     rounds_nothing,
 )
-from jamp._plan.plan import Cast, Caster, Context, Plan, Source
+from jamp._plan.plan import Cast, Caster, Context, Lineage, Plan
 from jamp._plan.products import adds_nothing
 from jamp._plan.programs import STRUCTURAL, StructuralRule
 from jamp._plan.records import Origin, Record, Returned, Ruling
@@ -146,11 +146,11 @@ class _Planner:
         arguments: Values,
         context: Context,
         plan: Plan,
-        callers: Source,
+        callers: Lineage,
     ) -> list[Value]:
         jaxpr = program.jaxpr
         env = Environment(jaxpr, plan, callers)
-        consts = [Value(jax.typeof(const), known=const) for const in program.consts]
+        consts = [Value(jax.typeof(const), array=const) for const in program.consts]
         env.bind(jaxpr.constvars, consts)
         env.bind(jaxpr.invars, arguments)
         self._plan_equations(jaxpr.eqns, 0, env, context)

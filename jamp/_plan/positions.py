@@ -27,8 +27,8 @@ def counted_columns(indices: Value, plan: Plan) -> list[int | None]:
 
 def _counted(value: Value, plan: Plan) -> int | None:
     """The dimension along which each element is its own index, if there is one."""
-    if value.known is not None:
-        at_hand = _at_hand(value.known, np.integer)
+    if value.array is not None:
+        at_hand = _at_hand(value.array, np.integer)
         return None if at_hand is None else _counted_in(at_hand)
     action = _made_by(value, plan)
     if action is None:
@@ -73,9 +73,9 @@ def _spread(eqn: JaxprEqn, source: Value, inner: int) -> int | None:
 def _from_the_end(select: Bind, plan: Plan) -> bool:
     """Whether it replaces negative indices alone, as indexing does first of all."""
     chosen, kept, *_ = select.operands
-    if chosen.known is not None:
+    if chosen.array is not None:
         # NumPy has compared them before.
-        at_hand = _at_hand(chosen.known, np.bool_)
+        at_hand = _at_hand(chosen.array, np.bool_)
         return at_hand is not None and not at_hand.any()
     negative = _made_by(chosen, plan, "lt")
     if negative is None:

@@ -67,7 +67,7 @@ def plan_call(equation: Equation) -> list[Value]:
     equation.record_held()
     caster = equation.caster
     return equation.plan_inline(
-        program, equation.operands, equation.context, caster.plan, caster.source
+        program, equation.operands, equation.context, caster.plan, caster.lineage
     )
 
 

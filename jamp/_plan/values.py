@@ -186,7 +186,7 @@ class Traits(NamedTuple):
 class Value:
     """An array of a program that is planned, in the dtype that it has by now."""
 
-    __slots__ = "aval casts dtype eligible known number slot source traits".split()
+    __slots__ = "aval array cast_from casts dtype eligible number slot traits".split()
 
     def __init__(
         self,
@@ -194,7 +194,7 @@ class Value:
         traits: Traits | None = None,
         *,
         slot: int | None = None,
-        known: Any = None,
+        array: Any = None,
     ):
         # Two values of which different things are known may be one array: one number.
         self.number = next(_ids)
@@ -209,8 +209,8 @@ class Value:
         self.casts: dict[DType, Value] = {}  # the array in other dtypes
         # Which input of an inner program it is, if casts are left to the caller.
         self.slot = slot
-        self.known = known  # the array itself, if it is a constant of the program
-        self.source: Value | None = None  # what it was cast from, if in float32
+        self.array = array  # the array itself, if it is a constant of the program
+        self.cast_from: Value | None = None  # what it was cast from, if in float32
 
     def __repr__(self) -> str:
         number = self.constant if self.follows else None
@@ -228,14 +228,18 @@ class Value:
         traits = Traits(_numbers(literal.val), table=literal.aval.ndim == 0)
         # Python's bools have no dtype; its other numbers in a program are JAX's own.
         is_bool = isinstance(literal.val, bool)
-        known = np.bool_(literal.val) if is_bool else literal.val
-        return cls(literal.aval, traits, known=known)
+        array = np.bool_(literal.val) if is_bool else literal.val
+        return cls(literal.aval, traits, array=array)
 
     def knowing(self, **traits: Any) -> Value:
         """The same array, of which something else is known."""
         known = self.traits._replace(**traits)
-        other = Value(self.aval, known, slot=self.slot, known=self.known)
-        other.number, other.casts, other.source = self.number, self.casts, self.source
+        other = Value(self.aval, known, slot=self.slot, array=self.array)
+        other.number, other.casts, other.cast_from = (
+            self.number,
+            self.casts,
+            self.cast_from,
+        )
         return other
 
     @property
@@ -304,11 +308,11 @@ class Value:
             return None
         [number] = found
         # A zero that was computed may be the negative one.
-        return number if number != 0 or self.known is not None else None
+        return number if number != 0 or self.array is not None else None
 
     def constant_in(self, dtype: DType) -> Value:
         number = np.asarray(self.constant).astype(dtype)[()]
-        return Value(_dtypes.in_dtype(self.aval, dtype), self.traits, known=number)
+        return Value(_dtypes.in_dtype(self.aval, dtype), self.traits, array=number)
 
 
 Values = Sequence[Value]

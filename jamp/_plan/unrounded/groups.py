@@ -57,7 +57,7 @@ class Group:
         if not (self.grows and self.takes_low):
             return False
         mine, its = self.caster, other.caster
-        (*outer, eqn), (*others, found) = mine.source, its.source
+        (*outer, eqn), (*others, found) = mine.lineage, its.lineage
         if outer != others:
             return False
         names = eqn.source_info.name_stack, found.source_info.name_stack

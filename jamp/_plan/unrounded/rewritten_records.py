@@ -38,14 +38,14 @@ class Rewritten:
         self._wide = wide
         self._readers = readers
         # Why equations run in float32 calls, by the ids of their records.
-        self._moved: dict[int, Note] = {}
+        self._in_calls: dict[int, Note] = {}
         # What float32 calls compute that only they read, by number.
         self._made_in_calls: set[int] = set()
 
-    def move(self, action: Run) -> None:
+    def put_in_call(self, action: Run) -> None:
         """Notes that an action runs in a float32 call."""
         whole = is_float32_function(action)
-        self._moved[id(action.caster.record)] = _WHOLE if whole else _TAKES
+        self._in_calls[id(action.caster.record)] = _WHOLE if whole else _TAKES
 
     def view(self, value: Value) -> None:
         """Notes that a float32 call reads a value that it computes itself."""
@@ -83,13 +83,13 @@ class Rewritten:
         )
         numbers = [r.number for r in returns if r and FLOAT32 in r.dtypes]
         unrounded = [number for number in numbers if number in self._wide]
-        note = self._moved.get(key)
+        note = self._in_calls.get(key)
         if unrounded:
             names = chain.from_iterable(map(self._readers, unrounded))
             note = Note(_READ, tuple(dict.fromkeys(names)))
         record.returns = returns
         # Of one that moves 16 bits there may be two.
-        if key in self._moved and not any(r and r.number in kept for r in returns):
+        if key in self._in_calls and not any(r and r.number in kept for r in returns):
             return _in_float32(record, note)
         if unrounded:
             results = zip(record.results, returns, strict=True)

@@ -82,7 +82,7 @@ class _Writer:
         self._instead: dict[int, Value] = {}
         self._cast_of: dict[int, Value] = {}
         # Float32 values whose numbers 16 bits hold as they are: to round them is none.
-        self._moved: set[int] = set()
+        self._exact_in_16_bits: set[int] = set()
         self._elements = Elements(self._readers.kind, self._at_hand)
         self._probabilities = Probabilities(self._at_hand)
         self._groups = Groups()
@@ -163,8 +163,8 @@ class _Writer:
         found = self._readers.kind(action)
         if found is not None and found.exact:
             made = [value.number for value in action.results]
-            if not found.gives_low and all(map(self._is_moved, action.read)):
-                self._moved.update(made)
+            if not found.gives_low and all(map(self._is_exact_in_16_bits, action.read)):
+                self._exact_in_16_bits.update(made)
             if found.gives_low and any(map(self._at_hand, action.read)):
                 self._exact.update(dict.fromkeys(made, action))
         if found is not None and found.view:
@@ -217,12 +217,12 @@ class _Writer:
         """Whether it repeats or scales another value, as its readers do themselves."""
         return value.number in self._views
 
-    def _is_moved(self, value: Value) -> bool:
+    def _is_exact_in_16_bits(self, value: Value) -> bool:
         """Whether 16 bits hold a value's numbers, in whatever dtype, as they are."""
         entering = self._entering(value)
         if entering.low:
             return not self._at_hand(entering)
-        return entering.number in self._moved or not entering.eligible
+        return entering.number in self._exact_in_16_bits or not entering.eligible
 
     def _grows(self, value: Value) -> bool:
         return self._groups.grows(self._wide.get(value.number, value).number)
@@ -257,7 +257,7 @@ class _Writer:
             made.append((var, wide))
         self._add(group, eqns, read, made, shares=found.gives_low)
         if found.gives_low or found.compares or isinstance(action, Structural):
-            self._records.move(action)
+            self._records.put_in_call(action)
 
     def _with_views(
         self, eqns: Sequence[JaxprEqn], pairs: Iterable[tuple[Any, Value]]
@@ -324,7 +324,7 @@ class _Writer:
                 self._instead[result.number] = self._float32(value)
                 return
             self._cast_of[result.number] = value
-        elif action.rounds and value.number not in self._moved:
+        elif action.rounds and value.number not in self._exact_in_16_bits:
             self._wide[result.number] = value
         if not (result.low and self._groups.round(value, action)):
             self._prepare(action)
