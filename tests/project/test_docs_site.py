@@ -94,10 +94,12 @@ def test_the_search_works_in_pages_opened_from_files(site):
         assert [(site / name).exists() for name in scripts] == [True]
 
 
-def test_the_first_page_has_the_table_of_the_readme(site):
-    table = (ROOT / "README.md").read_text("utf-8").split("--8<-- [")[1]
+def test_the_first_page_has_the_tables_of_the_readme(site):
+    readme = (ROOT / "README.md").read_text("utf-8")
+    tables = re.findall(r"--8<-- \[start:\w+\](.*?)--8<-- \[end", readme, re.S)
+    assert len(tables) == 2
     page = (site / "index.html").read_text("utf-8")
-    for name in re.findall(r"^\| ([a-z][^|`]*) \|", table, re.M):
+    for name in re.findall(r"^\| (\w[^|`]*) \|", "".join(tables), re.M):
         assert f"<td>{name}</td>" in page
 
 
