@@ -135,6 +135,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("name, loop", PAIRS)
 def test_a_gradient_taken_inside_is_as_good_as_without_the_loop(name, loop):
     fn = jax.grad(loss_of(FUNCTIONS[name], LOOPS[loop]), (0, 1))
@@ -154,6 +155,7 @@ def normalized_in_one_pass(w, x):
     return jnp.mean(jax.nn.relu(y) ** 2)
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("loop", ["scan", "map", "shard_map", "cond"])
 @each_device
 def test_few_numbers_are_kept_as_they_are_where_they_cancel(loop, device):

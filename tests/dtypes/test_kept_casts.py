@@ -192,6 +192,7 @@ def test_a_program_in_float32_stays_the_same():
     assert str(traced(within, x, w)) == written
 
 
+@pytest.mark.numbers
 @every_device
 @every_cast
 def test_gradients_of_a_cast_are_those_as_written(cast, device, dtype):

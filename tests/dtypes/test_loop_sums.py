@@ -133,6 +133,7 @@ RECURRENCES = {
 }
 
 
+@pytest.mark.numbers
 @each_device
 @pytest.mark.parametrize("name", RECURRENCES)
 def test_a_recurrence_over_sums_is_rounded_once(name, device):

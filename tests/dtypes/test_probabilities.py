@@ -86,6 +86,7 @@ EXACT = {
 }
 
 
+@pytest.mark.numbers
 @each_device
 @pytest.mark.parametrize("name", EXACT)
 def test_a_logarithm_of_a_probability_is_that_of_float32(name, device):

@@ -53,6 +53,7 @@ MOVES = {
 }
 
 
+@pytest.mark.numbers
 @each_device
 @pytest.mark.parametrize("name", MOVES)
 def test_what_moves_a_value_before_its_reader_does_not_round_it(name, device):
@@ -88,6 +89,7 @@ RULED = {
 }
 
 
+@pytest.mark.numbers
 @each_device
 @pytest.mark.parametrize("name", RULED)
 def test_a_function_with_a_derivative_rule_takes_what_was_not_rounded(name, device):

@@ -301,6 +301,7 @@ def test_of_a_norm_and_its_activation_a_loop_keeps_16_bits(activation, device_ty
     assert kept == [low] * 2  # what enters the products, and the norm
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("device_type", ["gpu", "cpu"])
 @pytest.mark.parametrize("activation", [jax.nn.gelu, jnp.tanh, swish_by_hand])
 def test_the_gradient_of_a_loop_of_norms_and_activations_is_that_of_float32(

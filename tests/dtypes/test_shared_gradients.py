@@ -71,6 +71,7 @@ def assert_near(found, expected, device):
     assert error < jnp.finfo(LOW[device]).eps
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @each_device
 def test_gradients_that_cancel_are_added_in_float32(way, device):

@@ -114,6 +114,7 @@ def test_what_a_loop_gives_has_the_dtypes_of_its_steps(step):
     assert dtypes[0] == dtypes[1]
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("step", STEPS)
 def test_the_gradient_of_a_loop_is_that_of_float32(step):
     fn = functools.partial(loss, STEPS[step])

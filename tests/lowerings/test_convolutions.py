@@ -14,10 +14,14 @@ import jamp
 from jamp._dtypes import BFLOAT16, FLOAT32
 from jamp._lowerings import convolution, patches, places, slices
 
-whole_and_in_parts = pytest.mark.parametrize(
-    ("name", "at_once"),
-    [*((name, 2**24) for name in CONVOLUTIONS), *((name, 64) for name in IN_PARTS)],
-)
+
+def whole_and_in_parts(names):
+    each = [*((name, 2**24) for name in names), *((name, 64) for name in IN_PARTS)]
+    return pytest.mark.parametrize(("name", "at_once"), each)
+
+
+# Others are not made of patches, whichever way these are taken.
+OF_PATCHES = [n for n in CONVOLUTIONS if "1x1" not in n and "depthwise" not in n]
 
 
 def products_of(fn, *args):
@@ -32,7 +36,7 @@ def temporary_bytes(fn, *args):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-@whole_and_in_parts
+@whole_and_in_parts(CONVOLUTIONS)
 @pytest.mark.usefixtures("amx")
 def test_convolutions_of_every_kind_and_their_derivatives(name, at_once, monkeypatch):
     monkeypatch.setattr(slices, "_MOST_BYTES", at_once)
@@ -173,7 +177,8 @@ def test_the_patches_of_a_vision_transformer_are_pictures_in_another_order():
         assert f" {name}" not in text
 
 
-@whole_and_in_parts
+@pytest.mark.numbers
+@whole_and_in_parts(OF_PATCHES)
 @pytest.mark.usefixtures("amx")
 def test_rows_of_windows_add_up_to_convolutions_of_every_kind(
     name, at_once, monkeypatch

@@ -99,6 +99,7 @@ def loss_of(pick):
     return loss
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("name", PICKS)
 def test_gradients_are_those_of_jax(name):
     rng = np.random.default_rng(0)

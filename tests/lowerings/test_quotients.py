@@ -71,6 +71,7 @@ def test_a_quotient_is_that_of_float32_rounded_once(name, size):
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", QUOTIENTS)
 def test_both_gradients_are_those_of_float32(name, size):

@@ -138,15 +138,18 @@ def measured(subject, mode, *rivals, deadline=float("inf")):
     return comparison, step_summary.summarise(comparison, absolute=False)
 
 
-# Training measures all that inference does, of the same layers but for BatchNorm.
+# Training measures all that inference does, of the same layers but for BatchNorm. Other
+# tests train layers as these have, too.
 QUICK = [("mlp", "inference"), ("resnet50", "inference")]
+LONG = ("gru", "llama", "swin", "unet")
 
 
 @pytest.mark.parametrize(
     ("subject", "mode"),
     [
         *((subject, "training") for subject in SUBJECTS),
-        *((other, "training") for other in OTHERS),
+        *((other, "training") for other in OTHERS if other not in LONG),
+        *(pytest.param(name, "training", marks=pytest.mark.slow) for name in LONG),
         *QUICK,
         *(
             pytest.param(subject, "inference", marks=pytest.mark.slow)

@@ -124,6 +124,7 @@ def second(name):
     return jax.jit(lambda floats: {way: fn(floats) for way, fn in ways.items()})(floats)
 
 
+@pytest.mark.numbers
 @each_device
 @pytest.mark.parametrize("name", SECOND)
 def test_second_derivatives_are_near_those_in_float32(name, device):
