@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from jax.extend.core import JaxprEqn
@@ -12,8 +12,16 @@ from jax.extend.core import JaxprEqn
 from jamp import _dtypes, _primitives
 from jamp._plan.programs import STRUCTURAL
 from jamp._plan.records import Origin, Record
+from jamp._policy.functions import Function
+from jamp._policy.policy import Policy
 from jamp._policy.rules import Rule
-from jamp._tracing.locations import Location, library_location, location
+from jamp._tracing.locations import (
+    Location,
+    calls,
+    frame_key,
+    library_location,
+    location,
+)
 from jamp._tracing.regions import modules
 
 # What has a rule by its own entry in the policy.
@@ -30,7 +38,7 @@ class Operation:
     library: Location | None  # the line of a library, such as Flax, that it led to
     scope: tuple[str, ...]  # the modules that it stands in
     path: tuple[str, ...]  # the same, or the user's function if it stands in none
-    function: str | None  # the listed function that it is part of, if it is
+    function: str | None  # the listed function that it is part of, whatever decided
     entry: str  # that, or the primitive
     decided: bool  # whether anything was
     reason: str  # where its rule comes from, or why the rule changes nothing
@@ -42,21 +50,35 @@ class Operation:
     cast_bytes: int  # what the conversions inserted for it read and write
 
 
-def operations(
-    records: list[Record], caller: JaxprEqn | None = None, times: int = 1
+def operations(records: Iterable[Record], policy: Policy) -> Iterator[Operation]:
+    """The operations of records, and of the programs that these hold."""
+    codes = policy.function_codes
+    # The codes are held, so that their ids stay taken.
+    listed = {id(code): codes[code] for code in codes}
+    yield from _operations(records, listed, None, 1)
+
+
+def _operations(
+    records: Iterable[Record],
+    listed: Mapping[int, Function],
+    caller: JaxprEqn | None,
+    times: int,
 ) -> Iterator[Operation]:
     for record in records:
-        yield _operation(replace(record, caller=caller), times)
+        yield _operation(replace(record, caller=caller), listed, times)
         outer = record.eqn if location(record.eqn) else caller
         for inner in record.inner:
-            yield from operations(inner, outer, times * _repeats(record.eqn))
+            yield from _operations(inner, listed, outer, times * _repeats(record.eqn))
 
 
-def _operation(record: Record, times: int) -> Operation:
+def _operation(record: Record, listed: Mapping[int, Function], times: int) -> Operation:
     eqn, ruling, line = record.eqn, record.ruling, record.location
     led = eqn if location(eqn) else record.caller
     scope = modules(record.scope)
-    function = ruling.function.name if ruling.function else None
+    function = ruling.function
+    if ruling.origin in (Origin.SCOPE, Origin.REGION):
+        key = frame_key(eqn)
+        function = next((c.function for c in calls(key, listed)), None) if key else None
     call = record.primitive in _COUNTED_INSIDE
     reason, why = ruling.source, f"{ruling.rule.value}: {ruling.source}"
     uncast = [d for d in record.operands[:2] if not _dtypes.eligible(d)]
@@ -76,11 +98,11 @@ def _operation(record: Record, times: int) -> Operation:
         record,
         times,
         line,
-        library_location(led, ruling.function) if led else None,
+        library_location(led, function) if led else None,
         scope,
         path=scope or ((f"{line.function}()",) if line else ()),
-        function=function,
-        entry=record.entry,
+        function=function.name if function else None,
+        entry=function.name if function else record.primitive,
         decided=not call or bool(record.casts) or function is not None,
         reason=reason,
         why=why,

@@ -190,7 +190,7 @@ def explain(
             )
         name = getattr(fn, "__name__", type(fn).__name__)
         others = tuple(found for found in enabled if found != options)
-        found = tuple(operations(plan.records))
+        found = tuple(operations(plan.records, options.policy))
         return Report(found, name, options, others, kept, find_risks(plan))
 
     return explained

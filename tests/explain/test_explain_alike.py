@@ -73,7 +73,7 @@ def test_what_differs_between_equal_blocks_is_told(decoder):
     )
     own = [line for line in lines if "only block_3" in line]
     assert own and all(f"{HERE}:{up}" in line for line in own)
-    assert "dot_general, only block_3" in decoder.text("module")
+    assert "flax.linen.Dense, only block_3" in decoder.text("module")
     assert "only block_3" in decoder.to_html()
 
 

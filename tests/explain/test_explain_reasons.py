@@ -1,5 +1,7 @@
 """Reports: the rule that decided about an operation, and where it comes from."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -136,3 +138,14 @@ def test_16_bits_that_are_promoted_are_given_the_reason(why):
 def test_what_computes_in_the_dtype_that_came_in_needs_no_reason(fn):
     report = jamp.explain(lambda x: fn(x @ x, x), device_type="gpu")(X88)
     assert not any(op["note"] for op in report.to_dict()["operations"])
+
+
+def test_what_a_scope_decides_is_shown_by_the_functions_that_compute_it():
+    def fn(x):
+        with jax.named_scope("head"):
+            return jax.nn.softmax(jax.nn.gelu(x @ x.T))
+
+    policy = jamp.Policy.load("gpu").scoped("head", "float32")
+    report = jamp.explain(fn, policy=policy)(X).text("module")
+    rows = re.findall(r"- (\S+) +f32 ", report)
+    assert rows == ["transpose", "dot_general", "jax.nn.gelu", "jax.nn.softmax"]

@@ -4,7 +4,6 @@ import asyncio
 import functools
 import gc
 import importlib
-import subprocess
 import sys
 import threading
 import weakref
@@ -146,28 +145,6 @@ def test_an_object_among_the_arguments_is_not_kept_alive(
     del config
     gc.collect()
     assert seen() is None
-
-
-def test_a_static_argument_of_a_jit_is_not_kept_alive():
-    """In a process of its own, whose other caches need not be made anew."""
-    code = """if True:
-        import gc, weakref
-        import jax
-        import jamp
-
-        class Configuration:
-            factor = 2.0
-
-        fn = jamp.autocast(lambda x, config: x * config.factor)
-        config = Configuration()
-        seen = weakref.ref(config)
-        jax.jit(fn, static_argnums=1)(1.0, config)
-        del config
-        jax.clear_caches()
-        gc.collect()
-        assert seen() is None
-    """
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_methods_among_the_arguments_take_no_place_of_programs_in_use():

@@ -1,6 +1,8 @@
 """How often a program under autocast is traced and compiled."""
 
 import functools
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -95,3 +97,25 @@ def test_another_signature_is_traced_anew(change):
     assert len(calls) == 2
     assert result.dtype == (jnp.float32 if change in ("shape", "tree") else jnp.float16)
     assert fn(x).dtype == jnp.float32
+
+
+def test_a_static_argument_of_a_jit_is_not_kept_alive():
+    """In a process of its own, whose other caches need not be made anew."""
+    code = """if True:
+        import gc, weakref
+        import jax
+        import jamp
+
+        class Configuration:
+            factor = 2.0
+
+        fn = jamp.autocast(lambda x, config: x * config.factor)
+        config = Configuration()
+        seen = weakref.ref(config)
+        jax.jit(fn, static_argnums=1)(1.0, config)
+        del config
+        jax.clear_caches()
+        gc.collect()
+        assert seen() is None
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
