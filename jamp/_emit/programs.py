@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes
-from jamp._compat import scan_counts
+from jamp._compat import is_plain_array, scan_counts
 from jamp._emit.conversions import convert, convert_all
 from jamp._emit.emitter import Arrays, Emitter, Places, emits_programs
 from jamp._emit.loop_stacks import stackable, stacks_in_float32
@@ -163,6 +163,12 @@ def _narrowed_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
     return primal, lax.convert_element_type(tangents[0], narrow.dtype)
 
 
+def _dtype_of(array: Any) -> Any:
+    """Its dtype; None of a reference, and of what else is no array."""
+    aval = jax.typeof(array)
+    return aval.dtype if is_plain_array(aval) else None
+
+
 @emits_programs("scan")
 def emit_scan(
     emitter: Emitter, action: Structural, arrays: Arrays, varying: Places
@@ -174,12 +180,15 @@ def emit_scan(
     # What is perturbed of arrays in 16 bits is wide, for their gradients to add up.
     wide = [
         array
-        if action.context.transposable or not _dtypes.below_float32(array.dtype)
+        if action.context.transposable or not _dtypes.below_float32(_dtype_of(array))
         else convert(casts.get(place, array), _dtypes.FLOAT32)
         for place, array in enumerate(arrays[:count])
     ]
     sliced = {place: cast for place, cast in casts.items() if place >= count}
-    narrow = list(map(lax.stop_gradient, [*arrays[:count], *arrays[end:]]))
+    narrow = [
+        array if _dtype_of(array) is None else lax.stop_gradient(array)
+        for array in (*arrays[:count], *arrays[end:])
+    ]
     in_float32 = stacks_in_float32(action)
     sliced_or_carried = range(count, end) if in_float32 else ()
 
@@ -187,12 +196,12 @@ def emit_scan(
         slices, wides = given
         sources = [*wide, *(wide[slot] for slot in slots)]
         shared = [
-            array if array.dtype == own.dtype else _narrowed(array, own)
+            array if _dtype_of(array) == _dtype_of(own) else _narrowed(array, own)
             for array, own in zip(sources, narrow, strict=True)
         ]
         taken = [*shared[:count], *carried, *slices, *shared[count:]]
         pairs = enumerate(zip(taken[:count], wide, strict=True))
-        others = {p: w for p, (own, w) in pairs if own.dtype != w.dtype}
+        others = {p: w for p, (own, w) in pairs if _dtype_of(own) != _dtype_of(w)}
         others.update(zip(sliced, wides, strict=True))
         results = emitter.run(plan, taken, sliced_or_carried, others)
         carried = convert_all(results[:num_carry], action.result_dtypes[:num_carry])

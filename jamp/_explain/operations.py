@@ -103,7 +103,10 @@ def _operation(record: Record, listed: Mapping[int, Function], times: int) -> Op
         path=scope or ((f"{line.function}()",) if line else ()),
         function=function.name if function else None,
         entry=function.name if function else record.primitive,
-        decided=not call or bool(record.casts) or function is not None,
+        decided=not call
+        or bool(record.casts)
+        or function is not None
+        or is_closed(record),
         reason=reason,
         why=why,
         shapes=tuple(filter(None, map(_dtypes.shape_of, atoms))),
@@ -115,6 +118,17 @@ def _operation(record: Record, listed: Mapping[int, Function], times: int) -> Op
             for cast in record.casts
         ),
     )
+
+
+def is_closed(record: Record) -> bool:
+    """Whether it is of a call of a program that autocast could not enter."""
+    return record.ruling.origin is Origin.OPAQUE and record.primitive in STRUCTURAL
+
+
+def counted(records: Iterable[Record]) -> str:
+    """The primitives of records, and how many there are of each."""
+    names = Counter(record.primitive for record in records)
+    return ", ".join(f"{name} ({names[name]})" for name in sorted(names))
 
 
 def _size(shape: tuple[object, ...]) -> int:

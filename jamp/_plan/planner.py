@@ -27,7 +27,7 @@ from jamp._plan.plain_equations import (
 )
 from jamp._plan.plan import Cast, Caster, Context, Lineage, Plan
 from jamp._plan.products import adds_nothing
-from jamp._plan.programs import STRUCTURAL, StructuralRule
+from jamp._plan.programs import STRUCTURAL, TAKING_REFERENCES, StructuralRule
 from jamp._plan.records import Origin, Record, Returned, Ruling
 from jamp._plan.unrounded import spare_roundings
 from jamp._plan.values import Traits, Value, Values
@@ -258,8 +258,8 @@ class _Planner:
         if name in STRUCTURAL:
             rule = STRUCTURAL[name]
             context = _derived(eqn, context)
-            if not all(is_plain_array(v.aval) for v in operands):
-                # It takes a reference, or another thing that cannot be traced anew.
+            others = not all(is_plain_array(v.aval) for v in operands)
+            if others and name not in TAKING_REFERENCES:
                 rule = plan_as_traced
             elif user is None and ruling.rule is not Rule.PROMOTE:
                 # What the user set holds inside by the scope, until a region ends it.

@@ -30,6 +30,11 @@ from jamp._policy.rules import Rule
 StructuralRule = Callable[[Equation], list[Value]]
 
 STRUCTURAL: dict[str, StructuralRule] = {}
+# They hand references, and what else is no array, to their programs as they are. JAX
+# makes others, such as functions with derivative rules, anew of arrays alone.
+TAKING_REFERENCES = frozenset(
+    "call closed_call cond eval_jaxpr jit remat2 scan shard_map while".split()
+)
 
 
 def structural(*names: str) -> Callable[[StructuralRule], StructuralRule]:

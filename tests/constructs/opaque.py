@@ -37,32 +37,6 @@ def conv(x, w, padding="SAME", **options):
     )
 
 
-def through_a_reference(x, w):
-    ref = jax.new_ref(x)
-    ref[...] = ref[...] @ w
-    ref[0] = ref[1] * 2
-    return jnp.tanh(ref[...] @ w)
-
-
-def summed_in_a_reference(x, w):
-    total = jax.new_ref(jnp.zeros((4, 4)))
-    for weight in (w, w.T):
-        jax.ref.addupdate(total, ..., jnp.tanh(x @ weight))
-    total[...] += x
-    return jax.freeze(total)
-
-
-def reference_in_a_scan(x, w):
-    ref = jax.new_ref(x)
-
-    def step(carry, _):
-        ref[...] = jnp.tanh(ref[...] @ w)
-        return carry, None
-
-    lax.scan(step, 0, None, length=2)
-    return ref[...] @ w
-
-
 def in_run_state(x, w):
     def body(refs):
         x, y = refs
@@ -246,10 +220,6 @@ def by_platform(x, w):
 CALLBACK = "JAX does not differentiate callbacks"
 
 CONSTRUCTS = (
-    Construct("reference", through_a_reference),
-    Construct("reference_addupdate", summed_in_a_reference),
-    # The loop takes a reference, which keeps it as traced, and so its derivative.
-    Construct("reference_in_scan", reference_in_a_scan, kept=1, kept_backward=3),
     Construct(
         "run_state",
         in_run_state,

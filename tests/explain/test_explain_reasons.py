@@ -149,3 +149,27 @@ def test_what_a_scope_decides_is_shown_by_the_functions_that_compute_it():
     report = jamp.explain(fn, policy=policy)(X).text("module")
     rows = re.findall(r"- (\S+) +f32 ", report)
     assert rows == ["transpose", "dot_general", "jax.nn.gelu", "jax.nn.softmax"]
+
+
+@jax.custom_vjp
+def counting(count, x):
+    count[...] += 1
+    return x @ x.T
+
+
+counting.defvjp(
+    lambda count, x: (counting(count, x), x), lambda x, g: (None, (g + g.T) @ x)
+)
+
+
+def test_a_call_that_autocast_cannot_enter_is_told():
+    def fn(x):
+        return counting(jax.new_ref(jnp.zeros(())), x)
+
+    report = jamp.explain(fn, device_type="gpu")(X)
+    assert "ran as traced, with all that is inside: custom_vjp_call (1)" in (
+        report.warnings
+    )
+    (row,) = [r for r in str(report).splitlines() if r.startswith("custom_vjp_call")]
+    assert "custom_vjp_call runs only in the dtypes it was traced in" in row
+    assert not jamp.explain(lambda x: x @ x.T, device_type="gpu")(X).warnings
