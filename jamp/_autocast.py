@@ -21,7 +21,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from jamp import _dtypes
-from jamp._compat import api_boundary, under_trace
+from jamp._compat import api_boundary, is_plain_array, under_trace
 from jamp._emit import emit
 from jamp._equations import equations, looks_for_nans
 from jamp._errors import AutocastError, AutocastTypeError
@@ -106,8 +106,11 @@ def _run(call: Prepared, options: Options, eager_programs: _Programs) -> Any:
         if key is None or not traced.repeatable:
             return traced.rebuild(emit(plan, arrays))
         program = jax.make_jaxpr(lambda *arrays: emit(plan, arrays))(*arrays)
-        # NumPy arrays of the user's, which may change in place by the next call.
-        consts = [jax.numpy.array(const) for const in program.consts]
+        # NumPy arrays of the user's may change in place by the next call.
+        consts = [
+            jax.numpy.array(const) if is_plain_array(jax.typeof(const)) else const
+            for const in program.consts
+        ]
         run = jaxpr_as_fun(program.replace(consts=consts))
         # Op by op JAX refuses derivative rules in a shard_map, and XLA some shardings.
         at_once = {eqn.primitive.name for eqn in equations(program)} & _AT_ONCE

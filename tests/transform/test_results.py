@@ -128,6 +128,24 @@ def test_a_result_that_the_function_made_and_that_is_no_array_is_refused(kind, w
         wrap(gpu(lambda x: (x, {"a": fn(x)})))(X)
 
 
+@pytest.mark.parametrize("jit", [lambda fn: fn, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("closed_over", [True, False])
+def test_a_reference_is_written_to_at_every_call(closed_over, jit):
+    def step(count, x):
+        count[...] += 1
+        return jnp.tanh(x @ x)
+
+    count, x = jax.new_ref(jnp.zeros(())), jnp.ones((2, 2))
+    if closed_over:
+        fn = jit(jamp.autocast(lambda x: step(count, x), device_type="gpu"))
+        results = [fn(x) for _ in range(3)]
+    else:
+        fn = jit(jamp.autocast(step, device_type="gpu"))
+        results = [fn(count, x) for _ in range(3)]
+    assert count[...] == 3
+    assert {result.dtype.name for result in results} == {"float16"}
+
+
 def test_a_reference_made_inside_is_no_result():
     with pytest.raises(jamp.AutocastTypeError, match=r"return .* jax.freeze\(ref\)"):
         jamp.autocast(lambda x: jax.new_ref(x @ x))(jnp.ones((2, 2)))
