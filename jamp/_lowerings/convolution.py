@@ -86,9 +86,9 @@ def _convolved(lhs: Any, rhs: Any, conv: ConvParams, to: DType, wide: Any) -> An
     form = _form_of(lhs, rhs, conv, outs)
     if form is None:
         return _by_xla(wide, rhs, conv, to)
-    if form not in (_by_windows, _by_places):
+    if form not in (_with_features_last, _with_sums_first):
         return form(wide, rhs, conv, outs, to)
-    counted = window_sizes(rhs, conv) if form is _by_windows else outs
+    counted = window_sizes(rhs, conv) if form is _with_features_last else outs
     if math.prod(counted) == 1:
         pictures = lhs
     else:
@@ -120,13 +120,13 @@ def _form_of(
             return of_tiles
     if not (of_weights or worth):
         return None
-    return _by_windows if by_window else _by_places
+    return _with_features_last if by_window else _with_sums_first
 
 
-def _by_windows(
+def _with_features_last(
     pictures: Any, rhs: Any, conv: ConvParams, outs: Sequence[int], to: DType
 ) -> Any:
-    """Patches of pictures whose features come last, and so do those of the result.
+    """The product of patches by windows, the features of pictures and result last.
 
     Patches would take longer to transpose than both. What is elementwise between two
     such convolutions XLA computes in their order, and transposes neither.
@@ -141,10 +141,13 @@ def _by_windows(
     return from_bits(arranged(as_bits(result), last, out_spec))
 
 
-def _by_places(
+def _with_sums_first(
     pictures: Any, rhs: Any, conv: ConvParams, outs: Sequence[int], to: DType
 ) -> Any:
-    """The same with what adds up first; patches would take longer to transpose."""
+    """The product of patches by places, with what adds up first.
+
+    Patches would take longer to transpose.
+    """
     lhs_spec, rhs_spec, out_spec = conv.dimension_numbers
     (batch, feature, *spatial), (out, into, *window) = lhs_spec, rhs_spec
     pictures, lhs_spec = ordered(pictures, lhs_spec, (feature, *spatial, batch))

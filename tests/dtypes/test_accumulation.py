@@ -68,6 +68,7 @@ SCANS = {
 }
 
 
+@pytest.mark.numbers
 @each_device
 @pytest.mark.parametrize("name", SCANS)
 def test_an_associative_scan_is_rounded_once(name, device):

@@ -91,6 +91,7 @@ POOLS = {
 }
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("largest", [True, False], ids=["max", "min"])
 @pytest.mark.parametrize("name", POOLS)
 def test_a_pool_and_its_derivatives_are_those_of_jax(name, largest):

@@ -141,7 +141,7 @@ def measured(subject, mode, *rivals, deadline=float("inf")):
 # Training measures all that inference does, of the same layers but for BatchNorm. Other
 # tests train layers as these have, too.
 QUICK = [("mlp", "inference"), ("resnet50", "inference")]
-LONG = ("gru", "llama", "swin", "unet")
+LONG = ("efficientnet", "gru", "llama", "moe", "swin", "unet")
 
 
 @pytest.mark.parametrize(

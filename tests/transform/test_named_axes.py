@@ -40,6 +40,7 @@ HOLDERS = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("holder", HOLDERS)
 @pytest.mark.parametrize("add", [summed_backwards, summed_forwards, summed])
 @pytest.mark.parametrize("whole", [True, False])
