@@ -356,8 +356,7 @@ class Figures(Counted):
         """Entries of the policy that decided about no operation."""
         policy, rulings = self.options.policy, [r.ruling for r in self.records]
         used = {(r.origin.value, r.entry) for r in rulings if r.policy == policy}
-        deciding = [ruling.function for ruling in rulings]
-        used |= {("function", function.name) for function in deciding if function}
+        used |= {("function", r.function.name) for r in rulings if r.function}
         own = set(entries(policy))
         added = min((own - set(entries(Policy.load(b))) for b in BUILTIN), key=len)
         return tuple(

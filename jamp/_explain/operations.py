@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from jax.extend.core import JaxprEqn
@@ -12,12 +12,11 @@ from jax.extend.core import JaxprEqn
 from jamp import _dtypes, _primitives
 from jamp._plan.programs import STRUCTURAL
 from jamp._plan.records import Origin, Record
-from jamp._policy.functions import Function
 from jamp._policy.policy import Policy
 from jamp._policy.rules import Rule
 from jamp._tracing.locations import (
+    Listed,
     Location,
-    calls,
     frame_key,
     library_location,
     location,
@@ -52,15 +51,12 @@ class Operation:
 
 def operations(records: Iterable[Record], policy: Policy) -> Iterator[Operation]:
     """The operations of records, and of the programs that these hold."""
-    codes = policy.function_codes
-    # The codes are held, so that their ids stay taken.
-    listed = {id(code): codes[code] for code in codes}
-    yield from _operations(records, listed, None, 1)
+    return _operations(records, Listed(policy.function_codes), None, 1)
 
 
 def _operations(
     records: Iterable[Record],
-    listed: Mapping[int, Function],
+    listed: Listed,
     caller: JaxprEqn | None,
     times: int,
 ) -> Iterator[Operation]:
@@ -71,14 +67,15 @@ def _operations(
             yield from _operations(inner, listed, outer, times * _repeats(record.eqn))
 
 
-def _operation(record: Record, listed: Mapping[int, Function], times: int) -> Operation:
+def _operation(record: Record, listed: Listed, times: int) -> Operation:
     eqn, ruling, line = record.eqn, record.ruling, record.location
     led = eqn if location(eqn) else record.caller
     scope = modules(record.scope)
     function = ruling.function
     if ruling.origin in (Origin.SCOPE, Origin.REGION):
         key = frame_key(eqn)
-        function = next((c.function for c in calls(key, listed)), None) if key else None
+        found = listed.calls(key) if key else iter(())
+        function = next((call.function for call in found), None)
     call = record.primitive in _COUNTED_INSIDE
     reason, why = ruling.source, f"{ruling.rule.value}: {ruling.source}"
     uncast = [d for d in record.operands[:2] if not _dtypes.eligible(d)]

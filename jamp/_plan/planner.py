@@ -5,7 +5,7 @@ Equations that hold programs are left to `jamp._plan.programs` and
 """
 
 import warnings
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -31,7 +31,6 @@ from jamp._plan.programs import STRUCTURAL, TAKING_REFERENCES, StructuralRule
 from jamp._plan.records import Origin, Record, Returned, Ruling
 from jamp._plan.unrounded import spare_roundings
 from jamp._plan.values import Traits, Value, Values
-from jamp._policy.functions import Function
 from jamp._policy.policy import Policy
 from jamp._policy.rules import RECIPROCAL, Rule
 from jamp._tracing import locations
@@ -97,9 +96,8 @@ class _Planner:
         self._callers: list[JaxprEqn] = []
         # Calls of layers in which code runs that they were handed.
         self._opened: set[Hashable] = set()
-        # By policy the listed functions, by the id of their code, and by the code, to
-        # keep ids. Found anew for each program: modules are imported and reloaded.
-        self._listed: dict[Policy, tuple[Mapping[int, Function], Any]] = {}
+        # Found anew for each program: modules are imported and reloaded.
+        self._listed: dict[Policy, locations.Listed] = {}
 
     def plan(self, program: Any, inputs: Values, context: Context) -> Plan:
         plan = Plan(inputs, {value.number for value in inputs}, looped=context.looped)
@@ -203,8 +201,7 @@ class _Planner:
         if key is None:
             self._warn_no_traceback()
             return _Placed(eqn, scope)
-        functions = self._functions(scope.options.policy)
-        for call in locations.calls(key, functions):
+        for call in self._functions(scope.options.policy).calls(key):
             if call.function in context.functions or call.key in self._opened:
                 continue
             if not (call.function.own_code and locations.is_others(eqn, call)):
@@ -212,11 +209,10 @@ class _Planner:
             self._opened.add(call.key)
         return _Placed(eqn, scope, None, None, key)
 
-    def _functions(self, policy: Policy) -> Mapping[int, Function]:
+    def _functions(self, policy: Policy) -> locations.Listed:
         if policy not in self._listed:
-            codes = policy.function_codes
-            self._listed[policy] = {id(c): codes[c] for c in codes}, codes
-        return self._listed[policy][0]
+            self._listed[policy] = locations.Listed(policy.function_codes)
+        return self._listed[policy]
 
     def _warn_no_traceback(self) -> None:
         if not self._warned:

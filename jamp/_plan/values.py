@@ -235,11 +235,8 @@ class Value:
         """The same array, of which something else is known."""
         known = self.traits._replace(**traits)
         other = Value(self.aval, known, slot=self.slot, array=self.array)
-        other.number, other.casts, other.cast_from = (
-            self.number,
-            self.casts,
-            self.cast_from,
-        )
+        other.number, other.casts = self.number, self.casts
+        other.cast_from = self.cast_from
         return other
 
     @property

@@ -54,12 +54,22 @@ def frame_key(eqn: JaxprEqn, *, users: bool = False) -> FrameKey | None:
     return tuple(map(id, codes)), offsets
 
 
-def calls(key: FrameKey, functions: Mapping[int, Function]) -> Iterator[Call]:
-    """Calls of functions, listed by the id of their code; the outermost first."""
-    ids, offsets = key
-    hits = [index for index, code in enumerate(ids) if code in functions]
-    for index in reversed(hits):
-        yield Call(functions[ids[index]], (ids[index:], tuple(offsets[index + 1 :])))
+class Listed:
+    """The functions that a policy lists, found by the ids of their code.
+
+    To hash code would take longer. It is held, so that its id stays taken.
+    """
+
+    def __init__(self, codes: Mapping[CodeType, Function]) -> None:
+        self._codes = codes
+        self._by_id = {id(code): function for code, function in codes.items()}
+
+    def calls(self, key: FrameKey) -> Iterator[Call]:
+        """The calls of these that some frames stand in; the outermost first."""
+        ids, offsets = key
+        found = self._by_id
+        for index in reversed([i for i, code in enumerate(ids) if code in found]):
+            yield Call(found[ids[index]], (ids[index:], tuple(offsets[index + 1 :])))
 
 
 def is_others(eqn: JaxprEqn, call: Call) -> bool:
