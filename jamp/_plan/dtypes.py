@@ -23,6 +23,7 @@ _BY_NUMBER = "float32 number"
 _BY_CONSTANT = "inexact constant"
 _OUT_OF_RANGE = "constant out of range"
 _OVERSCALED = "constants out of range"
+_TO_ONE = "to one number"
 _ADDED_UP = "adds up"
 _GRADIENT_ADDS_UP = "gradient adds up"
 
@@ -30,7 +31,7 @@ _GRADIENT_ADDS_UP = "gradient adds up"
 class Dtypes(NamedTuple):
     operands: tuple[DType | None, ...]  # None leaves one as it is
     results: tuple[DType | None, ...] = ()  # those to which they are rounded, if any
-    why: str = ""  # why 16 bits are computed on in float32, if they are
+    why: str = ""  # why, if 16 bits are promoted to float32
 
 
 def choose(rule: Rule, eqn: JaxprEqn, operands: Values, low: DType) -> Dtypes:
@@ -43,14 +44,10 @@ def choose(rule: Rule, eqn: JaxprEqn, operands: Values, low: DType) -> Dtypes:
             tuple([_dtypes.dtype_of(v) if x.eligible else None for v, x in pairs])
         )
     if rule in (Rule.PROMOTE, Rule.INTERNAL_FLOAT32) and reduces_fully(eqn, operands):
-        return Dtypes(_each(operands, FLOAT32), (), _ADDED_UP)
+        return Dtypes(_each(operands, FLOAT32), (), _TO_ONE)
     if rule is Rule.PROMOTE:
         found = _promote(eqn, operands)
-        if adds_up(eqn, operands):
-            found = _summed(eqn, operands, found)
-        low_came_in = any(value.low for value in operands)
-        computes_wide = FLOAT32 in found.operands
-        return found if low_came_in and computes_wide else found._replace(why="")
+        return _summed(eqn, operands, found) if adds_up(eqn, operands) else found
     dtype = low if rule is Rule.LOWER else FLOAT32
     if any(destroyed(value, dtype) for value in operands):
         dtype = FLOAT32

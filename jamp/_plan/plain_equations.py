@@ -43,7 +43,8 @@ def plan_plain(equation: Equation) -> list[Value]:
     if layer is not None:
         return layer
     dtypes = choose(rule, eqn, operands, context.region.dtype)
-    if dtypes.why:
+    pairs = zip(operands, dtypes.operands, strict=True)
+    if dtypes.why and any(v.low and dtype == FLOAT32 for v, dtype in pairs):
         caster.record.note = Note(dtypes.why)
     return cast_and_bind(equation, dtypes)
 

@@ -116,6 +116,7 @@ PROMOTED = {
     "inexact constant": (lambda h, x: h * 0.9, "mul", "float16"),
     "constant out of range": (lambda h, x: h * 1e-9, "mul", "float32"),
     "constants out of range": (lambda h, x: h * 2.0**10 * 2.0**10, "mul", "float16"),
+    "to one number": (lambda h, x: jnp.max(h), "reduce_max", "float32"),
     "adds up": (lambda h, x: jnp.zeros_like(h).at[0].add(h[0]), "scatter-add", ""),
     "gradient adds up": (lambda h, x: h[jnp.arange(3)], "gather", "float16"),
 }
@@ -134,7 +135,9 @@ def test_16_bits_that_are_promoted_are_given_the_reason(why):
     assert f"({why})" in str(report)
 
 
-@pytest.mark.parametrize("fn", [lambda h, x: h * 2, lambda h, x: x * x[0, 0] * 0.9])
+@pytest.mark.parametrize(
+    "fn", [lambda h, x: h * 2, lambda h, x: x * x[0, 0] * 0.9, lambda h, x: jnp.max(x)]
+)
 def test_what_computes_in_the_dtype_that_came_in_needs_no_reason(fn):
     report = jamp.explain(lambda x: fn(x @ x, x), device_type="gpu")(X88)
     assert not any(op["note"] for op in report.to_dict()["operations"])
