@@ -49,11 +49,13 @@ def emit_custom_jvp(
     count, current = len(inner.results), emitter_of(emitter)
 
     def rule(primals: Any, tangents: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        slots = [s for s in differentiable(eqn) if not _is_zero(tangents[s])]
-        taken = [tangents[slot] for slot in slots]
+        places = [
+            place for place in differentiable(eqn) if not _is_zero(tangents[place])
+        ]
+        taken = [tangents[place] for place in places]
         emitter = current()
-        key = _rules_key(emitter, eqn, region, *slots)
-        traced = emitter.rules.once(key, partial(trace_jvp, eqn, region, slots))
+        key = _rules_key(emitter, eqn, region, *places)
+        traced = emitter.rules.once(key, partial(trace_jvp, eqn, region, places))
         program = _checked(eqn, traced)
         # JAX may transpose what computes the tangents.
         context = action.context._replace(transposable=True)
@@ -92,37 +94,37 @@ def emit_custom_vjp(
     rules = emitter.rules.once(key, partial(VjpRules, eqn, region))
 
     def fwd(*primals: Any) -> tuple[tuple[Any, ...], Any]:
-        slots = tuple(
-            slot
-            for slot in differentiable(eqn)
-            if (primals[slot].perturbed if symbolic else varies[slot])
+        places = tuple(
+            place
+            for place in differentiable(eqn)
+            if (primals[place].perturbed if symbolic else varies[place])
         )
-        forward = _checked(eqn, rules.forward(slots))
+        forward = _checked(eqn, rules.forward(places))
         rule = _Rule(eqn, forward, _inputs(action), context, inner.result_dtypes)
         taken = [primal.value for primal in primals] if symbolic else primals
         results = rule.run(current(), taken)
-        return results[:outs], Partial(pullback_of(slots), results[outs:])
+        return results[:outs], Partial(pullback_of(places), results[outs:])
 
     @cache
-    def pullback_of(slots: tuple[int, ...]) -> Callable[..., tuple[Any, Any]]:
+    def pullback_of(places: tuple[int, ...]) -> Callable[..., tuple[Any, Any]]:
         def pullback(residuals: Sequence[Any], cotangents: Any) -> tuple[Any, Any]:
             zeros = tuple(takes_zeros and _is_zero(ct) for ct in cotangents)
-            backward = _checked(eqn, rules.backward(slots, zeros))
+            backward = _checked(eqn, rules.backward(places, zeros))
             arrays = [
                 np.zeros(ct.shape, ct.dtype) if _is_zero(ct) else ct
                 for ct in cotangents
             ]
             taken = [*residuals, *arrays]
-            dtypes = [action.operands[slot].dtype for slot in slots]
+            dtypes = [action.operands[place].dtype for place in places]
             inputs = inputs_like(backward, taken)
             rule = _Rule(eqn, backward, inputs, context, dtypes)
             results = rule.run(current(), taken)
             # Those of other rules are arrays: JAX 0.10 fails on zeros in some loops.
             unneeded = [takes_zeros and zero for zero in zero_results(backward)]
-            found = zip(slots, results, unneeded, strict=False)
-            known = {slot: None if zero else ct for slot, ct, zero in found}
-            gradients = tuple(known.get(slot) for slot in range(len(action.operands)))
-            return gradients, rules.logs(slots, zeros, results[len(slots) :])
+            found = zip(places, results, unneeded, strict=False)
+            known = {place: None if zero else ct for place, ct, zero in found}
+            gradients = tuple(known.get(place) for place in range(len(action.operands)))
+            return gradients, rules.logs(places, zeros, results[len(places) :])
 
         return pullback
 

@@ -75,9 +75,9 @@ def multiply_on_cpu(lhs: Any, rhs: Any, dims: DimensionNumbers, to: DType) -> An
     # Multiplied and summed in float32: the same product, without a loop that takes its
     # operands apart one by one.
     slow = lhs.dtype == FLOAT16 or fast or processor.gains is False
-    wide = to == FLOAT32 or (slow and lhs.dtype in LOW_DTYPES)
-    multiply = partial(_by_xla, to=to, out_sharding=None, in_float32=wide)
-    if not wide:
+    in_float32 = to == FLOAT32 or (slow and lhs.dtype in LOW_DTYPES)
+    multiply = partial(_by_xla, to=to, out_sharding=None, in_float32=in_float32)
+    if not in_float32:
         return multiply(lhs, rhs, dims)
     return _in_best_order(*factors, multiply)
 

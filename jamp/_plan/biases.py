@@ -91,7 +91,7 @@ def bias_dims(
     bits, as what is multiplied with it.
     """
     factors = operands[:2]
-    weights = [not value.traits.data for value in factors]
+    weights = [not value.traits.activation for value in factors]
     if layer and not any(weights):
         weights = [True, True]
     if eqn.primitive.name == "conv_general_dilated":

@@ -186,7 +186,9 @@ def _before(place: int, into: Sequence[Iterable[Carried]]) -> set[int]:
 def carry_in(carry: Values, dtypes: Sequence[Any]) -> list[Value]:
     """What an iteration finds of a carry, of which nothing else is known."""
     pairs = zip(carry, dtypes, strict=True)
-    return [Value.of(value.aval, dtype, Traits(data=True)) for value, dtype in pairs]
+    return [
+        Value.of(value.aval, dtype, Traits(activation=True)) for value, dtype in pairs
+    ]
 
 
 def left_by(results: Values, carry: Values, depth: int) -> list[Traits]:
@@ -210,7 +212,7 @@ def left_by(results: Values, carry: Values, depth: int) -> list[Traits]:
     return [
         handed_on(
             value,
-            data=value.traits.data,
+            activation=value.traits.activation,
             sum_dtype=value.traits.sum_dtype,
             origins=frozenset(origins(place, value)),
         )

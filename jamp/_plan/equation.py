@@ -116,7 +116,7 @@ class Equation(NamedTuple):
         return [value.as_read(round_to) for value in results]
 
     def _results(self, dtypes: Iterable[Any], traits: Sequence[Traits]) -> list[Value]:
-        known = traits or (Traits(data=True),) * len(self.eqn.outvars)
+        known = traits or (Traits(activation=True),) * len(self.eqn.outvars)
         return [
             Value.of(var.aval, dtype, found).handed_over
             for var, dtype, found in zip(self.eqn.outvars, dtypes, known, strict=True)

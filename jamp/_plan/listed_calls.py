@@ -256,7 +256,7 @@ def _plan_in_float32(call: ListedCall, enter: Caster) -> None:
         for value in map(env.read, call.invars)
     ]
     traits = Traits(
-        data=any(v.traits.data for v in operands if v.rank > 0),
+        activation=any(v.traits.activation for v in operands if v.rank > 0),
         table=all(v.traits.table for v in operands),
     )
     constants = _constants(call)

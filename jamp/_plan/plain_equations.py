@@ -142,7 +142,9 @@ def _weights(equation: Equation, used: Sequence[Any]) -> dict[int, Value]:
     return {
         place: value
         for place, value in sources.items()
-        if value.dtype == FLOAT32 and value.number in given and not value.traits.data
+        if value.dtype == FLOAT32
+        and value.number in given
+        and not value.traits.activation
     }
 
 
@@ -175,19 +177,19 @@ def _result_traits(equation: Equation, operands: Values, used: Sequence[Any]) ->
     rules = caster.options.policy.function_rules
     layer = any(rules.get(found) is Rule.LOWER for found in context.functions)
     # A scalar among arrays scales them.
-    data = any(v.traits.data for v in operands if v.rank > 0)
+    activation = any(v.traits.activation for v in operands if v.rank > 0)
     numbers = None
     if caster.record.ruling.rule is Rule.PROMOTE:
         numbers = propagate(eqn, [v.traits.numbers for v in operands])
     if name in _primitives.PRODUCTS:
         low = all(d in _dtypes.LOW_DTYPES for d in used[:2])
         if not low or adds_nothing(eqn):
-            return Traits(data=data)
+            return Traits(activation=activation)
         dims = bias_dims(eqn, operands, caster.plan.inputs, layer=layer)
-        return Traits(bias_dims=dims, data=True)
+        return Traits(bias_dims=dims, activation=True)
     unsafe = caster.options.policy.unsafe
     if name in _primitives.PROBABILITIES or any(name in u.of for u in unsafe):
-        return Traits(data=data, probability=frozenset([name]))
+        return Traits(activation=activation, probability=frozenset([name]))
     if name in _primitives.MOVEMENT and floats:
         source = floats[0].traits
         return source._replace(
@@ -197,7 +199,7 @@ def _result_traits(equation: Equation, operands: Values, used: Sequence[Any]) ->
                 [dims_after(eqn, dims, new=False) for dims in source.bias_dims]
             ),
         )
-    traits = Traits(numbers, data=data, scale=scale_of(eqn, operands))
+    traits = Traits(numbers, activation=activation, scale=scale_of(eqn, operands))
     if name == "split" or (layer and name == "add"):
         # As of a cell, whose biases are added to gates, or to the sum of two products.
         first, *others = (v.traits.bias_dims for v in operands)

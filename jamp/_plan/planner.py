@@ -62,7 +62,7 @@ def inputs_like(program: Any, arrays: Sequence[Any]) -> list[Value]:
     """A closed jaxpr's inputs, with the dtypes of some arrays."""
     dtypes = [getattr(jax.typeof(array), "dtype", None) for array in arrays]
     return [
-        Value.of(aval, dtype, Traits(data=dtype in LOW_DTYPES))
+        Value.of(aval, dtype, Traits(activation=dtype in LOW_DTYPES))
         for aval, dtype in zip(program.in_avals, dtypes, strict=True)
     ]
 

@@ -97,7 +97,7 @@ def _parts(avals: Iterable[Any], values: Values) -> list[Value]:
             value.dtype,
             handed_on(
                 value,
-                data=value.traits.data,
+                activation=value.traits.activation,
                 sum_dtype=value.traits.sum_dtype,
                 origins=value.traits.origins,
             ),
@@ -241,7 +241,7 @@ def plan_cond(equation: Equation) -> list[Value]:
         if not all(v.is_kept or v.low for v in options):
             low = None  # A branch gives float32 of its own.
         origins = frozenset().union(*(v.traits.origins for v in options))
-        traits.append(handed_on(known, data=True, sum_dtype=low, origins=origins))
+        traits.append(handed_on(known, activation=True, sum_dtype=low, origins=origins))
     return equation.bind_programs(branches, dtypes, [index, *inputs], traits)
 
 

@@ -55,8 +55,8 @@ class Ruling(NamedTuple):
     @property
     def for_equations(self) -> Ruling:
         """What settles the equations of a function that it is for."""
-        wide = self.rule is Rule.INTERNAL_FLOAT32
-        return self._replace(rule=Rule.FLOAT32) if wide else self
+        inside = self.rule is Rule.INTERNAL_FLOAT32
+        return self._replace(rule=Rule.FLOAT32) if inside else self
 
     @property
     def label(self) -> str:

@@ -168,9 +168,9 @@ class Traits(NamedTuple):
     # If it is the direct result of a lowered product, those along which a bias varies,
     # once for each weight in the product.
     bias_dims: tuple[tuple[int, ...], ...] = ()
-    # Whether it came in 16 bits, or has a lowered product among its ancestors; then it
+    # Whether it came in 16 bits, or has a lowered product among its ancestors: then it
     # is no weight.
-    data: bool = False
+    activation: bool = False
     # Of a probability, the names of the sigmoid, softmax or the like that gave it.
     probability: frozenset[str] = frozenset()
     rounded_to: DType | None = None  # the 16-bit dtype that such a probability has had

@@ -30,24 +30,24 @@ def differentiable(eqn: JaxprEqn) -> list[int]:
     dtypes = [getattr(aval, "dtype", None) for aval in tangents]
     # NumPy takes None for float64: only `is` tells them apart.
     return [
-        slot
-        for slot, dtype in enumerate(dtypes)
+        place
+        for place, dtype in enumerate(dtypes)
         if dtype is not None and dtype != jax.dtypes.float0
     ]
 
 
 def trace_jvp(
-    eqn: JaxprEqn, options: Options, slots: Sequence[int] | None = None
+    eqn: JaxprEqn, options: Options, places: Sequence[int] | None = None
 ) -> Any:
     """The program of the results and tangents, for the operands that have some."""
-    found = differentiable(eqn) if slots is None else slots
+    found = differentiable(eqn) if places is None else places
     avals = [var.aval for var in eqn.invars]
 
     def jvp(primals: Any, tangents: Any) -> Any:
         function = _of_operands(eqn, primals, found)
-        return jax.jvp(function, [primals[slot] for slot in found], tangents)
+        return jax.jvp(function, [primals[place] for place in found], tangents)
 
-    tangents = [avals[slot].to_tangent_aval() for slot in found]
+    tangents = [avals[place].to_tangent_aval() for place in found]
     with settings(eqn):
         return make_jaxpr(jvp, options)(avals, tangents)
 
@@ -65,23 +65,23 @@ class VjpRules:
         self._traced = cache(self._trace)
         self._traced_backward = cache(self._trace_backward)
 
-    def forward(self, slots: tuple[int, ...]) -> Any:
+    def forward(self, places: tuple[int, ...]) -> Any:
         """The program of the results and residuals."""
-        program, _ = self._traced(slots, (False,) * len(self._eqn.outvars))
+        program, _ = self._traced(places, (False,) * len(self._eqn.outvars))
         return program
 
-    def _trace(self, slots: tuple[int, ...], zeros: tuple[bool, ...]) -> Any:
+    def _trace(self, places: tuple[int, ...], zeros: tuple[bool, ...]) -> Any:
         """The program of the results and residuals, and the pullback's structure."""
         trees: list[Any] = []
 
         def forward(*arrays: Any) -> tuple[Any, Any]:
-            function = _of_operands(self._eqn, arrays, slots)
+            function = _of_operands(self._eqn, arrays, places)
 
             def stopped(*taken: Any) -> list[Any]:
                 pairs = zip(function(*taken), zeros, strict=True)
                 return [jax.lax.stop_gradient(x) if zero else x for x, zero in pairs]
 
-            outs, pullback = jax.vjp(stopped, *(arrays[slot] for slot in slots))
+            outs, pullback = jax.vjp(stopped, *(arrays[place] for place in places))
             residuals, tree = jax.tree.flatten(pullback)
             trees.append(tree)
             return outs, residuals
@@ -91,27 +91,27 @@ class VjpRules:
             program = make_jaxpr(forward, self._options)(*avals)
         return program, trees[-1]
 
-    def backward(self, slots: tuple[int, ...], zeros: tuple[bool, ...]) -> Any:
+    def backward(self, places: tuple[int, ...], zeros: tuple[bool, ...]) -> Any:
         """The program of the gradients, and of logs, from residuals and cotangents."""
-        program, _ = self._traced_backward(slots, zeros)
+        program, _ = self._traced_backward(places, zeros)
         return program
 
     def logs(
-        self, slots: tuple[int, ...], zeros: tuple[bool, ...], leaves: Sequence[Any]
+        self, places: tuple[int, ...], zeros: tuple[bool, ...], leaves: Sequence[Any]
     ) -> Any:
         """What the backward rule logs, of the results that follow the gradients."""
-        _, tree = self._traced_backward(slots, zeros)
+        _, tree = self._traced_backward(places, zeros)
         return jax.tree.unflatten(tree, leaves)
 
     def _trace_backward(
-        self, slots: tuple[int, ...], zeros: tuple[bool, ...]
+        self, places: tuple[int, ...], zeros: tuple[bool, ...]
     ) -> tuple[Any, Any]:
         """The program of the backward rule, and the logs' structure."""
-        program, tree = self._traced(slots, zeros)
-        avals, count = self.forward(slots).out_avals, len(zeros)
+        program, tree = self._traced(places, zeros)
+        avals, count = self.forward(places).out_avals, len(zeros)
         if program.out_avals != avals:
             # The rule keeps something else for them.
-            return self._traced_backward(slots, (False,) * count)
+            return self._traced_backward(places, (False,) * count)
         trees: list[Any] = []
 
         def backward(residuals: Any, cotangents: Any) -> Any:
@@ -131,8 +131,8 @@ def trace_rules(eqn: JaxprEqn, options: Options) -> tuple[Any, ...]:
     """The programs of the derivative rules of a function, for all its operands."""
     if eqn.primitive.name == "custom_jvp_call":
         return (trace_jvp(eqn, options),)
-    slots, rules = tuple(differentiable(eqn)), VjpRules(eqn, options)
-    return rules.forward(slots), rules.backward(slots, (False,) * len(eqn.outvars))
+    places, rules = tuple(differentiable(eqn)), VjpRules(eqn, options)
+    return rules.forward(places), rules.backward(places, (False,) * len(eqn.outvars))
 
 
 def zero_results(program: Any) -> list[bool]:
@@ -151,7 +151,7 @@ def zero_results(program: Any) -> list[bool]:
 
 
 def _of_operands(
-    eqn: JaxprEqn, arrays: Sequence[Any], slots: Sequence[int]
+    eqn: JaxprEqn, arrays: Sequence[Any], places: Sequence[int]
 ) -> Callable[..., list[Any]]:
     """An equation as a function of some of its operands."""
-    return lambda *taken: bind(eqn, with_arrays(arrays, slots, taken))
+    return lambda *taken: bind(eqn, with_arrays(arrays, places, taken))

@@ -145,8 +145,8 @@ class Groups:
         Of functions that the policy has in float32, gradients may cancel.
         """
         caster = group.caster
-        wide = caster.record.ruling.rule is Rule.FLOAT32
-        if wide or caster.options.device_type == "cpu":
+        in_float32 = caster.record.ruling.rule is Rule.FLOAT32
+        if in_float32 or caster.options.device_type == "cpu":
             return [], read
         costly = holds_any(eqns, _primitives.TRANSCENDENTAL)
         rounded, found = [], []
