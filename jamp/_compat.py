@@ -8,7 +8,7 @@ import functools
 import inspect
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import CodeType, FunctionType
 from typing import Any
@@ -222,39 +222,6 @@ def settings(eqn: JaxprEqn) -> AbstractContextManager[None]:
     # `jax.extend` has the equation, and nothing that enters its context.
     manager: AbstractContextManager[None] = eqn.ctx.manager
     return manager
-
-
-def rules_of(eqn: JaxprEqn) -> Hashable:
-    """What calls of functions with the same derivative rules have in common.
-
-    That is the functions given to `defjvp` or `defvjp`, and the structure of what they
-    take. None where it cannot be told, and for rules that take arguments which are not
-    differentiated: those belong to one call.
-    """
-    # An equation has nothing public but functions made for it, which call the user's.
-    params: Any = eqn.params
-    thunk, name = params.get("jvp_jaxpr_fun"), "jvp"
-    if thunk is None:
-        thunk, name = params.get("fwd_jaxpr_thunk"), "fwd"
-    first = _closed_over(_closed_over(getattr(thunk, "f", None), "fn"), name)
-    rules = [first, *([params["bwd"]] if "bwd" in params else [])]
-    made = [
-        [t for t in getattr(rule, "transforms", ()) if t[0] is not _run_rule]
-        for rule in rules
-    ]
-    if any(len(transforms) != 1 for transforms in made):
-        return None
-    ((_, static), *_), *_ = made
-    # Of these, the last is made for each call, and what comes before it the structure.
-    return (*(rule.f for rule in rules), static[-2], params["symbolic_zeros"])
-
-
-def _closed_over(function: Any, name: str) -> Any:
-    """What a function closes over under a name; None if nothing."""
-    code = getattr(function, "__code__", None)
-    if code is None or name not in code.co_freevars:
-        return None
-    return function.__closure__[code.co_freevars.index(name)].cell_contents
 
 
 def is_plain_array(aval: Any) -> bool:

@@ -1,6 +1,14 @@
 """Equations of a program: a walk through all of them, what one reads, binding one."""
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    MutableMapping,
+    Sequence,
+)
 from typing import Any, TypeVar
 
 import jax
@@ -116,32 +124,34 @@ def replaced(
     program: Any,
     wanted: Callable[[JaxprEqn], bool],
     change: Callable[[JaxprEqn], Any],
-    known: dict[int, Any],
+    known: MutableMapping[Any, Any],
 ) -> Any:
     """A program in which the equations that are wanted are changed, inner ones too.
 
-    The programs that are known by their id, by now, are not made again, so that what
-    several equations call stays one program.
+    The programs that are known by now are not made again, so that what several
+    equations call stays one program. None is known of one that stays as it is: no
+    value is its own key, for where keys are to be weak.
     """
-    if id(program) in known:
-        return known[id(program)]
+    if program in known:
+        found = known[program]
+        return program if found is None else found
     if not any(map(wanted, equations(program))):
-        known[id(program)] = program
+        known[program] = None
         return program
     if isinstance(program, Jaxpr):
         eqns = [replaced_in(eqn, wanted, change, known) for eqn in program.eqns]
         parts = {"eqns": eqns}
     else:
         parts = {"jaxpr": replaced(program.jaxpr, wanted, change, known)}
-    known[id(program)] = program.replace(**parts)
-    return known[id(program)]
+    known[program] = program.replace(**parts)
+    return known[program]
 
 
 def replaced_in(
     eqn: JaxprEqn,
     wanted: Callable[[JaxprEqn], bool],
     change: Callable[[JaxprEqn], Any],
-    known: dict[int, Any],
+    known: MutableMapping[Any, Any],
 ) -> Any:
     """An equation, changed if it is wanted, and so are those that it holds."""
 
@@ -177,6 +187,7 @@ def content(
     outvars: Iterable[Any],
     also: Callable[[JaxprEqn], Hashable] = lambda eqn: None,
     custom: Callable[[JaxprEqn], Hashable] = lambda eqn: None,
+    constant: Callable[[Any], Hashable] = lambda array: None,
 ) -> Hashable:
     """What programs of equal equations have in common; None if it cannot be told.
 
@@ -187,16 +198,21 @@ def content(
       also: what else is to be equal of an equation.
       custom: what is to be equal of a call of a function with rules of its own, which
         are other objects in every trace; None if it cannot be told.
+      constant: the same of a constant that a program inside has.
     """
     numbers = {var: number for number, var in enumerate(invars)}
+    ask = {"also": also, "custom": custom, "constant": constant}
 
     def name(atom: Any) -> Hashable:
         return number_of(atom.val) if isinstance(atom, Literal) else numbers[atom]
 
     def inside(value: Any) -> Any:
-        known = isinstance(value, Jaxpr | ClosedJaxpr)
-        found = content_of(value, also, custom) if known else None
-        return value if found is None else found
+        # As the branches of a cond.
+        held = value if isinstance(value, tuple) else (value,)
+        if not all(isinstance(one, Jaxpr | ClosedJaxpr) for one in held):
+            return value
+        found = tuple([content_of(one, **ask) for one in held])
+        return value if None in found else found
 
     parts: list[Hashable] = [tuple(var.aval for var in invars)]
     for eqn in eqns:
@@ -213,12 +229,25 @@ def content(
     return tuple(parts), tuple(map(name, outvars))
 
 
-def content_of(program: Any, *ask: Callable[[JaxprEqn], Hashable]) -> Hashable:
-    """The content of a program; None also where it has constants."""
-    jaxpr = closed(program).jaxpr
-    if jaxpr.constvars:
+def content_of(program: Any, **ask: Callable[[Any], Hashable]) -> Hashable:
+    """The same of a program; None also where it has constants that cannot be told."""
+    jaxpr, consts = closed(program).jaxpr, closed(program).consts
+    constant = ask.get("constant", lambda array: None)
+    held = tuple([found for found in map(constant, consts) if found is not None])
+    if len(held) < len(jaxpr.constvars):
         return None
-    return content(jaxpr.invars, jaxpr.eqns, jaxpr.outvars, *ask)
+    invars = [*jaxpr.constvars, *jaxpr.invars]
+    made = content(invars, jaxpr.eqns, jaxpr.outvars, **ask)
+    return made and (made, held)
+
+
+def is_hashable(key: Any) -> bool:
+    """Whether it is a key; None stands for one that cannot be told."""
+    try:
+        hash(key)
+    except TypeError:
+        return False
+    return key is not None
 
 
 def closed(program: Any) -> Any:

@@ -19,9 +19,10 @@ from jax.extend.core import JaxprEqn, jaxprs_in_params
 from jax.tree_util import Partial
 
 from jamp import _dtypes, _primitives
-from jamp._compat import becomes_a_program, rules_of
+from jamp._compat import becomes_a_program
 from jamp._emit.conversions import convert
 from jamp._emit.emitter import Arrays, Emitter, Places, emits_programs, emitter_of
+from jamp._emit.recurring import MADE_OF
 from jamp._equations import bind, closed, constants, content_of
 from jamp._errors import AutocastError
 from jamp._plan.plan import Context, Structural
@@ -31,6 +32,7 @@ from jamp._tracing.derivative_rules import (
     LOGS,
     VjpRules,
     differentiable,
+    rules_of,
     trace_jvp,
     zero_results,
 )
@@ -71,7 +73,8 @@ def emit_custom_jvp(
     # The rule of a primitive that expands into others takes symbolic zeros.
     symbolic = eqn.params.get("symbolic_zeros", True)
     function = jax.custom_jvp(_primal(current, action))
-    function.defjvp(in_axes_of_now(rule), symbolic_zeros=symbolic)
+    (marked,) = _marked(action, rule)
+    function.defjvp(in_axes_of_now(marked), symbolic_zeros=symbolic)
     return list(function(*arrays))
 
 
@@ -134,7 +137,7 @@ def emit_custom_vjp(
 
     function: Any = jax.custom_vjp(_primal(current, action))
     define = function.defvjp_with_logs if LOGS else function.defvjp
-    define(*map(in_axes_of_now, (fwd, bwd)), symbolic_zeros=symbolic)
+    define(*map(in_axes_of_now, _marked(action, fwd, bwd)), symbolic_zeros=symbolic)
     return list(function(*arrays))
 
 
@@ -167,6 +170,19 @@ def _rules_key(emitter: Emitter, eqn: JaxprEqn, *others: Hashable) -> Hashable:
     """What rules have in common that are the same as traced; None if it is unknown."""
     known = rules_of(eqn) if emitter.share else None
     return known and (known, tuple([var.aval for var in eqn.invars]), eqn.ctx, others)
+
+
+def _marked(action: Structural, *rules: Any) -> tuple[Any, ...]:
+    """The rules made for one call, with what they share with those of equal ones."""
+    operands = [
+        (value.aval, value.dtype, value.traits, _may_be_perturbed(value))
+        for value in action.operands
+    ]
+    # It is held by what the rules close over, so that its id stays taken.
+    made_of = id(action.eqn), action.context, tuple(operands)
+    for rule in rules:
+        setattr(rule, MADE_OF, made_of)
+    return rules
 
 
 def _checked(eqn: JaxprEqn, rule: Any) -> Any:
@@ -216,7 +232,7 @@ class _Rule(NamedTuple):
     def _key(self) -> Hashable:
         """What it has in common with the rules of equal calls, if that can be told."""
         context = self.context
-        known = content_of(self.program, _decided_by, self._itself)
+        known = content_of(self.program, also=_decided_by, custom=self._itself)
         if known is None:
             return None
         if not context.region.policy.scopes:

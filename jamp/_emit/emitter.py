@@ -29,7 +29,8 @@ from jamp._emit.conversions import (
     with_rounded_gradient,
 )
 from jamp._emit.loop_stacks import Iteration
-from jamp._equations import bind_primitive, number_of
+from jamp._emit.recurring import recurs, run_as_before
+from jamp._equations import bind_primitive, is_hashable, number_of
 from jamp._lowerings.hook import bound_as
 from jamp._lowerings.picks import (
     picked_by_row,
@@ -90,7 +91,7 @@ class Made:
 
     def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """What `make` gave for this key; without a key it is made anew."""
-        if not _is_hashable(key):
+        if not is_hashable(key):
             return make()
         found = self._made.get(key)  # a key may be long, and is hashed each time
         if found is None:
@@ -150,10 +151,24 @@ class Emitter:
         varying = iteration.varying(action)
         taken = iteration.saved(action, arrays, varying) if varying else arrays
         if isinstance(action, Structural):
-            made = _programs_emissions[action.kind](self, action, taken, varying)
+            made = self._emit_programs(action, taken, varying)
         else:
             made = _emissions[type(action)](self, action, taken)
         return iteration.made(action, made) if varying else made
+
+    def _emit_programs(
+        self, action: Structural, arrays: Arrays, varying: Places
+    ) -> Arrays:
+        emission = _programs_emissions[action.kind]
+        if not recurs(action):
+            return emission(self, action, arrays, varying)
+        # What is kept keeps the rules of an emitter of its own, and none of others.
+        own = Emitter(self.share)
+
+        def run(*arrays: Any) -> Arrays:
+            return emission(own, action, [*arrays], varying)
+
+        return run_as_before(action.eqn, run, arrays)
 
     def call(
         self,
@@ -169,7 +184,7 @@ class Emitter:
         """
         # Outside of a program JAX would compile each of these functions, once a call.
         found = key() if self.share and becomes_a_program() else None
-        if not _is_hashable(found):
+        if not is_hashable(found):
             return function(*arrays)
         make = partial(jax.jit, function, inline=INLINE)
         return self._functions.once(found, make)(*arrays)
@@ -223,14 +238,6 @@ def _source_of(eqn: JaxprEqn, *inside: JaxprEqn) -> Iterator[None]:
     with user_context(traceback, name_stack=names), settings(eqn):
         with _source_of(*inside) if inside else nullcontext():
             yield
-
-
-def _is_hashable(key: Any) -> bool:
-    try:
-        hash(key)
-    except TypeError:
-        return False
-    return key is not None
 
 
 def _sharing(

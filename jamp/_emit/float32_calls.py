@@ -13,7 +13,7 @@ What leaves it in 16 bits is cast inside of it, so that its gradient enters in 1
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -153,11 +153,13 @@ def _chooses(eqns: Sequence[JaxprEqn], outvars: Collection[Any]) -> bool:
     return False
 
 
-def _saves(
-    saved: Collection[str], primitive: Any, *operands: Any, **params: Any
-) -> bool:
-    del operands, params
-    return str(primitive) in saved
+@cache
+def _saving(saved: frozenset[str]) -> Callable[..., bool]:
+    """The policy of checkpoints that save what some primitives give.
+
+    It is one object for JAX, which compares what it has seen before by it.
+    """
+    return lambda primitive, *operands, **params: str(primitive) in saved
 
 
 def _saves_few(eqn: JaxprEqn, saved: Collection[str]) -> bool:
@@ -211,7 +213,7 @@ def _recomputing(
     pads = sum(eqn.primitive.name == "pad" for eqn in eqns)
     if pads > _FEW_PADS and not on_cpu:
         return widen_and_run
-    policy = partial(_saves, saved)
+    policy = _saving(saved)
     return checkpointed(widen_and_run, policy=policy, prevent_cse=on_cpu)
 
 

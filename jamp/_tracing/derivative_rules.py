@@ -5,7 +5,7 @@ cotangents that are not symbolic zeros there: it may do other things for others,
 refuse them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from typing import Any
 
@@ -155,3 +155,45 @@ def _of_operands(
 ) -> Callable[..., list[Any]]:
     """An equation as a function of some of its operands."""
     return lambda *taken: bind(eqn, with_arrays(arrays, places, taken))
+
+
+# What jamp, and JAX where it binds an equation again, put around any rule.
+_AROUND = {"_run_rule", "_handle_consts_in_bwd"}
+
+
+def rules_of(eqn: JaxprEqn) -> Hashable:
+    """What calls of functions with the same derivative rules have in common.
+
+    That is the functions given to `defjvp` or `defvjp`, and the structure of what they
+    take. None where it cannot be told, and for rules that take arguments which are not
+    differentiated: those belong to one call.
+    """
+    # An equation has nothing public but functions made for it, which call the user's.
+    params: Any = eqn.params
+    backward = [params["bwd"]] if "bwd" in params else []
+    name = ("fwd", "fwd_jaxpr_thunk") if backward else ("jvp", "jvp_jaxpr_fun")
+    rules = [_rule_behind(params.get(name[1]), *name), *backward]
+    made = [
+        [t for t in getattr(rule, "transforms", ()) if t[0].__name__ not in _AROUND]
+        for rule in rules
+    ]
+    if any(len(transforms) != 1 for transforms in made):
+        return None
+    ((_, static), *_), *_ = made
+    # Of these, the last is made for each call, and what comes before it the structure.
+    return (*(rule.f for rule in rules), static[-2], params["symbolic_zeros"])
+
+
+def _rule_behind(thunk: Any, name: str, thunk_name: str) -> Any:
+    """What a thunk makes a program of, also where equations were bound again."""
+    rule = _closed_over(_closed_over(getattr(thunk, "f", None), "fn"), name)
+    earlier = _closed_over(getattr(rule, "f", None), thunk_name)
+    return rule if earlier is None else _rule_behind(earlier, name, thunk_name)
+
+
+def _closed_over(function: Any, name: str) -> Any:
+    """What a function closes over under a name; None if nothing."""
+    code = getattr(function, "__code__", None)
+    if code is None or name not in code.co_freevars:
+        return None
+    return function.__closure__[code.co_freevars.index(name)].cell_contents

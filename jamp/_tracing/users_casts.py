@@ -9,6 +9,7 @@ float32 is one that the user wrote.
 from collections.abc import Callable
 from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,9 @@ from jamp._tracing.options import Options, options_in_force, tracing
 # Rounds nothing: these are the bits of float64. JAX itself rounds to float32's.
 _MARK = {"exponent_bits": 11, "mantissa_bits": 52}
 _CONVERSION = {"new_dtype": _dtypes.FLOAT32, "weak_type": False, "sharding": None}
+# Programs with conversions for marks, by those with marks: what is jitted stays one
+# program for all calls.
+_converted: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 def make_jaxpr(fn: Callable[..., Any], options: Options) -> Callable[..., Any]:
@@ -40,7 +44,7 @@ def make_jaxpr(fn: Callable[..., Any], options: Options) -> Callable[..., Any]:
             own_frames(),
         ):
             program = jax.make_jaxpr(fn)(*args, **kwargs)
-        return replaced(program, lambda eqn: _known(eqn) is not eqn, _known, {})
+        return replaced(program, lambda eqn: _known(eqn) is not eqn, _known, _converted)
 
     return traced
 

@@ -12,6 +12,7 @@ from jax.extend.source_info_util import user_context
 from jamp import _compat
 from jamp._equations import nested
 from jamp._tracing.asked_dtypes import seeing_casts
+from jamp._tracing.derivative_rules import rules_of
 from jamp._tracing.regions import scope_names
 
 
@@ -177,7 +178,7 @@ def test_calls_of_a_function_have_their_derivative_rules_in_common(function, aro
     fn = around(lambda x: function(function(x)))
     with _compat.around_rules(lambda: True, lambda rule: rule):
         first, second, *_ = equations(fn, 1.0)
-    assert _compat.rules_of(first) == _compat.rules_of(second) is not None, (
+    assert rules_of(first) == rules_of(second) is not None, (
         "the rules of an activation would be traced anew in every layer"
     )
 

@@ -86,6 +86,17 @@ def test_output_dtype_casts_the_floating_results_and_no_others(dtype):
     assert (result["s"], result["t"]) == ("text", 1.5)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_output_dtype_holds_under_an_outer_autocast(dtype, enabled):
+    inner = jamp.autocast(lambda x: x @ x44, output_dtype=dtype, enabled=enabled)
+    outer = jamp.autocast(lambda x: inner(x @ x44))
+    assert outer(x44).dtype == dtype
+    assert (
+        jax.grad(lambda x: outer(x).astype(jnp.float32).sum())(x44).dtype == jnp.float32
+    )
+
+
 def test_results_keep_the_dtype_they_were_computed_in():
     fn = gpu(lambda x: (x @ x, jnp.exp(x @ x), x, x > 0))
     assert list(dtypes(fn(x44))) == ["float16", "float32", "float32", "bool"]

@@ -191,16 +191,26 @@ def with_rule(x):
 with_rule.defvjp(lambda x: (with_rule(x), x), lambda x, g: (g * jax.nn.relu(x),))
 
 
+def rule_beside_a_jit(weights, x):
+    rule = jax.custom_vjp(lambda x: jnp.sin(x @ weights))
+    rule.defvjp(lambda x: (rule(x), x), lambda x, g: (g @ weights,))
+    return rule(kept(x))
+
+
+kept = jax.jit(lambda x: with_rule(jax.nn.relu(x)))
+
+
 @pytest.mark.parametrize(
     "transform",
     [
         lambda fn: jamp.autocast(fn),
         lambda fn: jax.jit(jamp.autocast(fn)),
+        lambda fn: jax.grad(jamp.autocast(fn)),
         lambda fn: jax.jit(jax.grad(jamp.autocast(fn))),
         lambda fn: jax.grad(jax.jit(jamp.autocast(fn))),
         lambda fn: jax.jit(jamp.autocast(jax.grad(fn))),
     ],
-    ids=["eager", "jit", "gradient in jit", "gradient of jit", "gradient inside"],
+    ids=["eager", "jit", "grad", "grad in jit", "grad of jit", "grad inside"],
 )
 @pytest.mark.parametrize(
     "function",
@@ -209,12 +219,13 @@ with_rule.defvjp(lambda x: (with_rule(x), x), lambda x, g: (g * jax.nn.relu(x),)
         lambda weights, x: jax.jit(lambda y: jax.nn.softmax(y @ weights))(x),
         lambda weights, x: jax.nn.relu(jnp.sin(x) @ weights),
         lambda weights, x: with_rule(jnp.sin(x) @ weights),
+        rule_beside_a_jit,
         lambda weights, x: jax.checkpoint(lambda y: jax.nn.relu(y @ weights))(x),
         lambda weights, x: jax.lax.scan(
             lambda y, _: (jax.nn.relu(y @ weights), y), x, length=2
         )[0],
     ],
-    ids=["float32", "jit", "custom_jvp", "custom_vjp", "checkpoint", "scan"],
+    ids="float32 jit custom_jvp custom_vjp rules checkpoint scan".split(),
 )
 def test_arrays_that_a_function_closes_over_are_not_kept_alive(
     function, transform, earlier_objects_left_alone
@@ -383,12 +394,3 @@ def test_metadata_of_one_gradient_of_a_convolution_is_not_on_the_next():
     with set_xla_metadata(kept="yes"):
         assert "kept" in lowered()
     assert "kept" not in lowered()
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("enabled", [True, False])
-def test_output_dtype_holds_under_an_outer_autocast(dtype, enabled):
-    inner = jamp.autocast(lambda x: x @ W, output_dtype=dtype, enabled=enabled)
-    outer = jamp.autocast(lambda x: inner(x @ W))
-    assert outer(X).dtype == dtype
-    assert jax.grad(lambda x: outer(x).astype(jnp.float32).sum())(X).dtype == X.dtype

@@ -57,15 +57,71 @@ def test_a_program_is_traced_and_compiled_once_per_signature(program, compilatio
     jax.tree.map(np.testing.assert_array_equal, again, first)
 
 
-def test_an_eager_gradient_compiles_nothing_the_second_time(compilations):
-    def loss(x):
-        return jnp.sum(jax.nn.relu(jax.nn.softmax(x @ x)))
+X = jnp.ones((3, 3))
+W = jnp.full((3, 3), 0.5)
 
-    gradient, x = jax.grad(gpu(loss)), jnp.ones((3, 3))
-    gradient(x)
-    before = compilations.count
-    gradient(x)
-    assert compilations.count == before
+
+def relus(x):
+    return jax.nn.relu(jax.nn.relu(x @ x) @ x)
+
+
+@jax.custom_vjp
+def with_rules(x):
+    return jax.nn.relu(x @ x)
+
+
+with_rules.defvjp(
+    lambda x: (with_rules(x), x), lambda x, g: (jax.nn.relu(g @ x.T) + x.T @ g,)
+)
+
+
+def step(carry, x):
+    return jax.nn.relu(carry @ carry) + x, carry[0]
+
+
+jitted = jax.jit(relus)
+with_a_cast = jax.jit(lambda x: (x @ x).astype(jnp.float32) @ x)
+closing_over = jax.jit(lambda x: jax.nn.softmax(x @ W))
+checkpointed = jax.checkpoint(relus)
+MADE_ONCE = {
+    "plain": lambda x: jax.nn.softmax(x @ x),
+    "relu": relus,
+    "custom_vjp": with_rules,
+    "jit": jitted,
+    "jit with a cast": with_a_cast,
+    "jit that closes over arrays": closing_over,
+    "jit beside what is closed over": lambda x: jitted(x) @ W,
+    "jit of rules": jax.jit(lambda x: with_rules(with_rules(x))),
+    "checkpoint": checkpointed,
+    "scan": lambda x: jax.lax.scan(step, x, jnp.stack([x, x]))[0],
+    "cond": lambda x: jax.lax.cond(x[0, 0] > 2, relus, jitted, x),
+    "while": lambda x: jax.lax.while_loop(lambda x: x[0, 0] < 9, relus, x),
+}
+TRANSFORMS = {
+    "call": lambda fn: fn,
+    "grad": lambda fn: jax.grad(lambda x: jnp.sum(fn(x), dtype=jnp.float32)),
+    "jvp": lambda fn: lambda x: jax.jvp(fn, (x,), (x,)),
+    "vmap": lambda fn: jax.vmap(fn, in_axes=None, axis_size=2),
+}
+REFUSED = {("while", "grad"), ("custom_vjp", "jvp"), ("jit of rules", "jvp")}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("name", MADE_ONCE)
+def test_an_eager_call_compiles_no_more_again_than_jax_does(
+    name, transform, compilations
+):
+    """That is nothing of what is jitted, nor of a loop whose function is the same."""
+    if (name, transform) in REFUSED:
+        pytest.skip("JAX refuses it")
+    compiled = []
+    for fn in (MADE_ONCE[name], jamp.autocast(MADE_ONCE[name])):
+        again = TRANSFORMS[transform](fn)
+        again(X)
+        before = compilations.count
+        again(X)
+        compiled.append(compilations.count - before)
+    assert compiled[1] <= compiled[0]
 
 
 def test_the_counter_sees_a_compilation(compilations):
