@@ -19,6 +19,7 @@ from jamp._lowerings.pictures import (
     arranged,
     as_bits,
     from_bits,
+    merged,
     padded,
     rounded,
     zeros_after,
@@ -41,7 +42,10 @@ def by_places(
         return _multiply_places(lhs, rhs, to, conv=conv, outs=outs)
     pictures, by_rows = lhs.shape[0], are_by_rows(lhs, rhs, conv, outs)
     size = (_size_by_rows if by_rows else _size_by_places)(lhs, rhs, conv, outs)
-    part = part_of(pictures, size // pictures * BFLOAT16.itemsize)
+    each, groups = size // pictures * BFLOAT16.itemsize, conv.batch_group_count
+    if (some := part_of(groups, each // groups)) < groups:
+        return _by_groups(lhs, rhs, conv, outs, to, some)
+    part = part_of(pictures, each)
     multiply = partial(
         _multiply_rows if by_rows else _multiply_places, conv=conv, outs=outs
     )
@@ -60,6 +64,29 @@ def by_places(
     starts = jnp.arange(0, pictures, part)
     total, _ = lax.scan(add, zeros, starts)
     return lax.convert_element_type(total, to)
+
+
+def _by_groups(
+    lhs: Any, rhs: Any, conv: ConvParams, outs: Sequence[int], to: DType, part: int
+) -> Any:
+    """The same of some groups at a time, where one picture's are too many.
+
+    As where each example has weights of its own.
+    """
+    count = conv.batch_group_count // part
+    arrays = lhs, as_bits(rhs)
+
+    def of_part(at: Any) -> Any:
+        some, weights = (
+            lax.dynamic_slice_in_dim(array, at * size, size, array.ndim - 1)
+            for array in arrays
+            for size in [array.shape[-1] // count]
+        )
+        groups = conv._replace(batch_group_count=part)
+        return as_bits(by_places(some, from_bits(weights), groups, outs, to))
+
+    results = lax.map(of_part, jnp.arange(count))
+    return from_bits(merged(results, conv.dimension_numbers.out_spec[1:2]))
 
 
 def are_by_rows(lhs: Any, rhs: Any, conv: ConvParams, outs: Sequence[int]) -> bool:

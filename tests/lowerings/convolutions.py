@@ -234,6 +234,9 @@ IN_PARTS = (
     "channels first",
     "mixed orders",
     "1D, strides",
+    "groups of the batch",
+    "groups",
+    "groups, mixed orders",
 )
 
 

@@ -119,6 +119,23 @@ def test_training_a_convolution_takes_less_memory_than_in_float32(monkeypatch):
     assert temporary_bytes(jax.grad(cast(loss)), w, x) < wide
 
 
+@pytest.mark.usefixtures("amx")
+def test_gradients_of_weights_of_each_example_take_no_more_memory_than_float32():
+    """Slices of one picture at a time, and not of all."""
+    x, w = jnp.ones((4, 64, 64, 64)), jnp.ones((4, 3, 3, 64, 64))
+
+    def convolve(x, w):
+        return lax.conv_general_dilated(
+            x[None], w, (1, 1), "SAME", dimension_numbers=NHWC
+        )
+
+    def loss(w, x):
+        return jnp.mean(jax.vmap(convolve)(x, w).astype(jnp.float32) ** 2)
+
+    wide = temporary_bytes(jax.grad(loss), w, x)
+    assert temporary_bytes(jax.grad(cast(loss)), w, x) < wide
+
+
 @pytest.mark.usefixtures("on_processor")
 def test_weights_that_are_stored_in_16_bits_convolve_alike():
     x, w = (jax.random.normal(jax.random.key(i), (5, 5, 5, 5)) for i in range(2))
