@@ -32,11 +32,7 @@ from jamp._emit.loop_stacks import Iteration
 from jamp._emit.recurring import recurs, run_as_before
 from jamp._equations import bind_primitive, is_hashable, number_of
 from jamp._lowerings.hook import bound_as
-from jamp._lowerings.picks import (
-    picked_by_row,
-    spread_explicitly,
-    with_compared_indices,
-)
+from jamp._lowerings.picks import picking
 from jamp._plan.plan import (
     Action,
     Bind,
@@ -279,26 +275,16 @@ def _emit_rounded_gradient(
     return [with_rounded_gradient(action.dtype, arrays[0])]
 
 
-def _picking_by_row(action: Bind, arrays: Arrays) -> tuple[JaxprEqn, Arrays]:
-    """What is bound on a GPU of a gather, if it picks one element of each row."""
-    eqn = action.eqn
-    if eqn.primitive.name == "gather" and not spread_explicitly(arrays[0]):
-        counted = counted_columns(action.operands[1], action.caster.plan)
-        found = picked_by_row(eqn, counted)
-        if found is not None:
-            eqn, column = found
-            operand, indices = arrays
-            own = jax.lax.slice_in_dim(indices, column, column + 1, axis=-1)
-            return eqn, [operand, own]
-    return with_compared_indices(eqn), arrays
-
-
 @emits(Bind)
 def _emit_bind(emitter: Emitter, action: Bind, arrays: Arrays) -> Arrays:
     eqn = action.eqn
     as_traced = action.caster.record.ruling.rule is Rule.AS_TRACED
-    if not as_traced and action.caster.options.device_type != "cpu":
-        eqn, arrays = _picking_by_row(action, arrays)
+    if not as_traced:
+        values = action.operands
+        counted = counted_columns(
+            eqn, lambda var: values[action.eqn.invars.index(var)], action.caster.plan
+        )
+        eqn, arrays = picking(eqn, arrays, counted)
     primitive, params = eqn.primitive, eqn.params
     if action.operand_dtypes is not None:
         avals = _dtypes.all_in_dtypes(eqn.invars, action.operand_dtypes)

@@ -27,41 +27,46 @@ from jamp._emit.conversions import widened_bits, widened_for, with_rounded_gradi
 from jamp._emit.emitter import Arrays, Emitter, emits
 from jamp._equations import bind, checkpointed, content, nested, read_by, values_of
 from jamp._lowerings.hook import with_own_primitive
-from jamp._lowerings.picks import with_compared_indices
+from jamp._lowerings.picks import picking
 from jamp._lowerings.recomputed import recomputed
 from jamp._plan.plan import Float32Call
+from jamp._plan.positions import counted_columns
 
 
 @emits(Float32Call)
 def emit_float32_call(emitter: Emitter, action: Float32Call, arrays: Arrays) -> Arrays:
     """Emits a call; from 16-bit arrays, the backward pass runs it again."""
     low = tuple(value.low for value in action.operands[: len(action.invars)])
-    run: Callable[..., list[Any]] = partial(_run, action)
+    known = dict(zip(action.invars, action.operands, strict=False))
+    plan = action.caster.plan
+    counted = tuple([counted_columns(eqn, known.get, plan) for eqn in action.eqns])
+    run: Callable[..., list[Any]] = partial(_run, action, counted)
     if any(low):
         run = _recomputing(run, low, action)
 
     def key() -> Hashable:
         equations = content(action.invars, action.eqns, action.outvars)
         narrow = tuple(None if cast is None else cast.dtype for cast in action.narrowed)
-        others = low, narrow, tuple(action.shared), action.device_type
+        others = low, narrow, tuple(action.shared), action.device_type, counted
         return equations and (equations, others)
 
     result: list[Any] = emitter.call(run, key, arrays)
     return result
 
 
-def _run(action: Float32Call, *arrays: Any) -> list[Any]:
+def _run(
+    action: Float32Call, counted: Sequence[Sequence[int | None]], *arrays: Any
+) -> list[Any]:
     unfused = _to_leave_unfused(action)
     env = dict(zip(action.invars, arrays, strict=True))
     wanted = zip(action.outvars, action.narrowed, strict=True)
     dtypes = {var: cast.dtype for var, cast in wanted if cast is not None}
     narrow = {}
     names = current_name_stack()
-    for eqn in action.eqns:
-        operands = values_of(eqn.invars, env)
+    for eqn, columns in zip(action.eqns, counted, strict=True):
+        operands: Sequence[Any] = values_of(eqn.invars, env)
         with user_context(eqn.source_info.traceback, name_stack=names), settings(eqn):
-            if action.device_type != "cpu":
-                eqn = with_compared_indices(eqn)
+            eqn, operands = picking(eqn, operands, columns)
             made = bind(with_own_primitive(eqn), operands)
             env.update(zip(eqn.outvars, made, strict=True))
             for var in filter(dtypes.__contains__, eqn.outvars):

@@ -1,4 +1,4 @@
-"""One element of each row, as the logit of a label, and its gradient on GPUs.
+"""One element of each row, as the logit of a label, and its gradient.
 
 JAX scatters the gradient into zeros: XLA writes an array as large as the logits, and
 reads it again. A comparison of indices it computes inside of what reads the gradient.
@@ -23,29 +23,40 @@ register(_gather_p, lax.gather_p.bind)
 with_rules_of_jax({lax.gather_p: _gather_p})
 
 
-def with_compared_indices(eqn: JaxprEqn) -> Any:
-    """An equation in which what picks elements has a gradient without a scatter.
+def picking(
+    eqn: JaxprEqn, arrays: Sequence[Any], counted: Sequence[int | None] = ()
+) -> tuple[Any, Sequence[Any]]:
+    """An equation, and what it takes, without a scatter in the gradient of its picks.
 
-    It may be a call, as of `take_along_axis`.
+    Args:
+      eqn: the equation: any, a gather, or a call of one, as of `take_along_axis`.
+      arrays: what it takes.
+      counted: of a gather, along which dimension each column of its indices counts.
     """
+    found = None if spread_explicitly(arrays) else _picked_by_row(eqn, counted)
+    if found is None:
+        return _with_compared_indices(eqn), arrays
+    eqn, column = found
+    operand, indices = arrays
+    return eqn, [operand, lax.slice_in_dim(indices, column, column + 1, axis=-1)]
+
+
+def _with_compared_indices(eqn: JaxprEqn) -> Any:
     calls = eqn.primitive.name in CALLS and any(map(_picks, nested([eqn])))
     if not (calls or _picks(eqn)):
         return eqn
     return replaced_in(eqn, _picks, lambda e: e.replace(primitive=_gather_p), {})
 
 
-def picked_by_row(
+def _picked_by_row(
     eqn: JaxprEqn, counted: Sequence[int | None]
 ) -> tuple[JaxprEqn, int] | None:
     """An equation that picks one element of each row, from one with indices of rows.
 
-    Args:
-      eqn: a gather.
-      counted: of each column of its indices, along which dimension it counts, if so.
-
-    Returns:
-      The equation, for the one column that does not count; and which this is.
+    It is for the one column that does not count; beside it stands which this is.
     """
+    if eqn.primitive is not lax.gather_p or not counted:
+        return None
     numbers, operand = eqn.params["dimension_numbers"], shape_of(eqn.invars[0])
     others = [column for column, along in enumerate(counted) if along is None]
     if len(others) != 1 or {*eqn.params["slice_sizes"]} != {1}:
@@ -82,9 +93,9 @@ def _picks(eqn: JaxprEqn) -> bool:
     return _axis_of_picks(operand, indices, eqn.params) is not None
 
 
-def spread_explicitly(array: Any) -> bool:
-    """Whether JAX would have to be told how an iota beside it is spread."""
-    return bool(jax.typeof(array).sharding.mesh.explicit_axes)
+def spread_explicitly(arrays: Sequence[Any]) -> bool:
+    """Whether JAX would have to be told how an iota beside the first is spread."""
+    return bool(arrays) and bool(jax.typeof(arrays[0]).sharding.mesh.explicit_axes)
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
@@ -93,7 +104,7 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
     if isinstance(tangent, ad.Zero):
         return result, ad.Zero(jax.typeof(result).to_tangent_aval())
     axis = _axis_of_picks(operand.shape, indices.shape, params)
-    if axis is None or spread_explicitly(operand):
+    if axis is None or spread_explicitly(primals):
         # What is out of range has no tangent.
         params = {**params, "fill_value": 0}
         return result, lax.gather_p.bind(tangent, indices, **params)

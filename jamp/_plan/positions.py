@@ -1,5 +1,6 @@
 """Arrays of positions, as of arange: each element is its index along a dimension."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,18 +12,30 @@ from jamp._plan.plan import Bind, Plan
 from jamp._plan.values import Value
 
 
-def counted_columns(indices: Value, plan: Plan) -> list[int | None]:
-    """Along which dimension each column counts of what is put together for a gather.
+def counted_columns(
+    eqn: JaxprEqn, value_of: Callable[[Any], Value | None], plan: Plan
+) -> tuple[int | None, ...]:
+    """Along which dimension each column of a gather's indices counts, if it does.
 
     In `x[jnp.arange(n), labels]` the first column counts along the first dimension.
+
+    Args:
+      eqn: an equation; of what is no gather nothing counts.
+      value_of: gives the value of a variable, if the plan has it.
+      plan: the plan.
     """
+    if eqn.primitive.name != "gather":
+        return ()
+    indices = value_of(eqn.invars[1])
+    if indices is None:
+        return ()
     columns = _made_by(indices, plan, "concatenate")
     last = indices.ndim - 1
     if columns is None or columns.eqn.params["dimension"] != last:
-        return []
+        return ()
     if any(column.aval.shape[last] != 1 for column in columns.operands):
-        return []
-    return [_counted(column, plan) for column in columns.operands]
+        return ()
+    return tuple([_counted(column, plan) for column in columns.operands])
 
 
 def _counted(value: Value, plan: Plan) -> int | None:
