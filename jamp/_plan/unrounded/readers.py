@@ -21,6 +21,8 @@ from jamp._plan.records import Origin
 from jamp._plan.unrounded.kinds import Kind, is_float32_function, kind_of
 from jamp._plan.values import Value, Values
 
+# They give what decays over the steps of a loop, as numbers near 1.
+_DECAYS = {"exp", "exp2"}
 # What has at most one number for so many of another costs few bytes beside it.
 _FEW = 16
 
@@ -47,19 +49,23 @@ class Apart(NamedTuple):
     results: int  # how many of its first results
     # How many of the first inputs all iterations share: wide for readers in float32.
     shared: int = 0
+    # Whether their gradient, if there is one, is taken elsewhere.
+    forward: bool = False
 
 
 def apart_from(action: Structural) -> Apart | None:
     """What may go between a program and its gradient that run apart; None if nothing.
 
-    What a loop carries stays as it is.
+    What a loop carries stays as it is. Where the gradient is not taken inside, programs
+    hand on 16 bits.
     """
-    if not action.context.derived:
-        return None
-    params = action.eqn.params
+    params, forward = action.eqn.params, not action.context.derived
     if action.kind == "scan":
         consts, carry = scan_counts(params)
-        return Apart(0, consts + carry, carry, shared=consts)
+        return Apart(0, consts + carry, carry, consts, forward)
+    if forward:
+        known = {"cond": Apart(1, 0, 0, 0, True), "remat2": Apart(0, 0, 0, 0, True)}
+        return known.get(action.kind)
     # Without a policy a checkpoint saves its inputs alone: only cotangents may cross it
     # in float32.
     if action.kind == "remat2" and params["policy"] is None:
@@ -187,6 +193,9 @@ class Readers:
         has few bytes, as the mean and variance of a norm by hand.
         """
         places = frozenset(range(len(action.results)))
+        if apart.forward:
+            results = Reading(places, frozenset())
+            return results, self._read_in_float32(action, apart, results)
         read = self.reading(action.results)
         # Where branches meet in float32, they need not round what they give.
         met = {p for p, v in enumerate(action.results) if v.dtype == FLOAT32}
@@ -212,6 +221,32 @@ class Readers:
         }
         return results, frozenset(place + apart.skipped for place in wide_inputs)
 
+    def _read_in_float32(
+        self, action: Structural, apart: Apart, results: Reading
+    ) -> frozenset[int]:
+        """Which operands stay unrounded: probabilities that nothing reads in 16 bits.
+
+        Of one near 1, rounding leaves nothing of the rest. So are decays, but for those
+        of a checkpoint, which saves them. Of others the bytes of float32 are spared.
+        """
+        if not all(plan.changed for plan in action.plans):
+            return frozenset()
+        found = [self._of(plan, results).inputs for plan in action.plans]
+        low = frozenset().union(*(inputs.low for inputs in found))
+        wide = frozenset().union(*(inputs.wide for inputs in found)) - low
+        wide = wide.difference(range(apart.shared, apart.inputs))
+        return frozenset(
+            place
+            for place in (inside + apart.skipped for inside in wide)
+            if action.operands[place].traits.probability
+            or (action.kind != "remat2" and self._decays(action.operands[place]))
+        )
+
+    def _decays(self, value: Value) -> bool:
+        maker = self.plan.makers.get(value.number)
+        lineage = maker.lineage if maker else ()
+        return any(eqn.primitive.name in _DECAYS for eqn in lineage[-1:])
+
     def names(self, number: int) -> list[str]:
         """What reads a value in float32, as far as is known, in program order."""
         return [*reversed(self.wide.get(number, {}))]
@@ -225,8 +260,9 @@ class Readers:
         numbers = {p: action.operands[p].number for p in places}
         wide = {n for p, n in numbers.items() if action.operands[p].low}
         self._widen(wide, _names(action))
-        first = apart.skipped + apart.inputs
-        self.added_up |= wide & {n for p, n in numbers.items() if p >= first}
+        if not apart.forward:
+            first = apart.skipped + apart.inputs
+            self.added_up |= wide & {n for p, n in numbers.items() if p >= first}
         return places
 
     def _widen(self, numbers: Iterable[int], names: Iterable[str]) -> None:

@@ -354,9 +354,9 @@ class _Writer:
         results, places = self._readers.of_apart(action, apart)
         wide = {p for p in places if self._at_hand(action.operands[p])}
         inputs = frozenset(p - apart.skipped for p in wide)
-        every = frozenset(range(len(action.plans[0].inputs)))
+        others = frozenset(range(len(action.plans[0].inputs))) - inputs
         variants = [
-            self._variants.variant(plan, results, inputs, every)
+            self._variants.variant(plan, results, inputs, others)
             for plan in action.plans
         ]
         given = {p for found in variants for p in found.wide if action.results[p].low}
