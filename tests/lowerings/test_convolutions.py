@@ -14,10 +14,21 @@ import jamp
 from jamp._dtypes import BFLOAT16, FLOAT32
 from jamp._lowerings import convolution, patches, places, slices
 
+# They take the forms of others, along other dimensions or from other places.
+VARIED = re.compile("channels first|mixed orders|1D|3D|padd|dilated")
+
 
 def whole_and_in_parts(names):
     each = [*((name, 2**24) for name in names), *((name, 64) for name in IN_PARTS)]
-    return pytest.mark.parametrize(("name", "at_once"), each)
+    return pytest.mark.parametrize(
+        ("name", "at_once"),
+        [
+            pytest.param(
+                *one, marks=pytest.mark.numbers if VARIED.search(one[0]) else ()
+            )
+            for one in each
+        ],
+    )
 
 
 # Others are not made of patches, whichever way these are taken.
