@@ -33,7 +33,8 @@ def picking(
       arrays: what it takes.
       counted: of a gather, along which dimension each column of its indices counts.
     """
-    found = None if spread_explicitly(arrays) else _picked_by_row(eqn, counted)
+    by_row = counted and not spread_explicitly(arrays[0])
+    found = _picked_by_row(eqn, counted) if by_row else None
     if found is None:
         return _with_compared_indices(eqn), arrays
     eqn, column = found
@@ -55,8 +56,6 @@ def _picked_by_row(
 
     It is for the one column that does not count; beside it stands which this is.
     """
-    if eqn.primitive is not lax.gather_p or not counted:
-        return None
     numbers, operand = eqn.params["dimension_numbers"], shape_of(eqn.invars[0])
     others = [column for column, along in enumerate(counted) if along is None]
     if len(others) != 1 or {*eqn.params["slice_sizes"]} != {1}:
@@ -93,9 +92,9 @@ def _picks(eqn: JaxprEqn) -> bool:
     return _axis_of_picks(operand, indices, eqn.params) is not None
 
 
-def spread_explicitly(arrays: Sequence[Any]) -> bool:
-    """Whether JAX would have to be told how an iota beside the first is spread."""
-    return bool(arrays) and bool(jax.typeof(arrays[0]).sharding.mesh.explicit_axes)
+def spread_explicitly(array: Any) -> bool:
+    """Whether JAX would have to be told how an iota beside it is spread."""
+    return bool(jax.typeof(array).sharding.mesh.explicit_axes)
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
@@ -104,7 +103,7 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
     if isinstance(tangent, ad.Zero):
         return result, ad.Zero(jax.typeof(result).to_tangent_aval())
     axis = _axis_of_picks(operand.shape, indices.shape, params)
-    if axis is None or spread_explicitly(primals):
+    if axis is None or spread_explicitly(operand):
         # What is out of range has no tangent.
         params = {**params, "fill_value": 0}
         return result, lax.gather_p.bind(tangent, indices, **params)
