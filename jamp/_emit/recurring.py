@@ -12,12 +12,14 @@ from weakref import WeakKeyDictionary
 
 import jax
 from jax.extend.core import JaxprEqn, jaxpr_as_fun, jaxprs_in_params
+from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p
 
 from jamp._compat import becomes_a_program, is_plain_array
-from jamp._equations import content_of, is_hashable, looks_for_nans
+from jamp._equations import content_of, is_hashable, looks_for_nans, nested
 from jamp._plan.plan import Structural
 from jamp._primitives import CALLS
 from jamp._tracing.derivative_rules import rules_of
+from jamp._tracing.locations import calls_users
 
 # What JAX compiles where it is bound, and not what it is made of.
 _COMPILED = frozenset({"cond", "jit", "remat2", "scan", "while"})
@@ -30,9 +32,19 @@ MADE_OF = "made_of"
 
 def recurs(action: Structural) -> bool:
     """Whether an action is one that JAX would compile now, as it did for equal ones."""
-    staged = becomes_a_program() or looks_for_nans()
+    eqn = action.eqn
+    if action.kind not in _COMPILED or eqn.effects or becomes_a_program():
+        return False
     plain = all(is_plain_array(value.aval) for value in action.operands)
-    return action.kind in _COMPILED and plain and not (staged or action.eqn.effects)
+    return plain and not looks_for_nans() and not _traces_rules_anew(action)
+
+
+def _traces_rules_anew(action: Structural) -> bool:
+    """Whether JAX asks rules of the user's anew, which may read what has changed."""
+    return action.kind not in ("jit", "remat2") and any(
+        eqn.primitive in (custom_jvp_call_p, custom_vjp_call_p) and calls_users(eqn)
+        for eqn in nested([action.eqn])
+    )
 
 
 def run_as_before(

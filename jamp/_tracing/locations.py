@@ -81,12 +81,23 @@ def is_others(eqn: JaxprEqn, call: Call) -> bool:
     ids, _ = call.key
     # What is jitted, or has a derivative rule, may have been handed over as such.
     programs = jaxprs_in_params(eqn.params)
-    sources = (str(program.debug_info.func_src_info) for program in programs)
-    files = [source.partition(" at ")[2].rpartition(":")[0] for source in sources]
+    files = [*map(_source_file, programs)]
     files += [code.co_filename for code in codes[: -len(ids)]]
     owners = (_owner(file) for file in files if file)
     innermost = next((owner for owner in owners if owner < _Owner.CORE), _Owner.CORE)
     return innermost < _Owner.LIBRARY
+
+
+def _source_file(program: Any) -> str:
+    """The file of the function that a program was traced from; empty if unknown."""
+    source = str(program.debug_info.func_src_info)
+    return source.partition(" at ")[2].rpartition(":")[0]
+
+
+def calls_users(eqn: JaxprEqn) -> bool:
+    """Whether an equation calls a function of the user's own, or of unknown origin."""
+    files = map(_source_file, jaxprs_in_params(eqn.params))
+    return any(not file or is_users(file) for file in files)
 
 
 @dataclass(frozen=True)

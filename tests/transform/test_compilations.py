@@ -124,6 +124,40 @@ def test_an_eager_call_compiles_no_more_again_than_jax_does(
     assert compiled[1] <= compiled[0]
 
 
+factor = 1.0
+
+
+@jax.custom_vjp
+def reading_a_number(x):
+    return x @ x
+
+
+reading_a_number.defvjp(
+    lambda x: (reading_a_number(x), None), lambda _, g: (g * factor,)
+)
+
+
+def carried(x, _):
+    return reading_a_number(x), None
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        reading_a_number,
+        lambda x: jax.lax.scan(carried, x, length=1)[0],
+        lambda x: jax.lax.cond(x[0, 0] > 2, jnp.negative, reading_a_number, x),
+    ],
+    ids=["call", "scan", "cond"],
+)
+def test_an_eager_gradient_asks_a_rule_for_what_it_reads_now(fn, monkeypatch):
+    fn = jamp.autocast(fn)
+    for number in (1.0, 2.0):
+        monkeypatch.setattr(sys.modules[__name__], "factor", number)
+        gradient = jax.grad(lambda x: jnp.sum(fn(x), dtype=jnp.float32))(X)
+        np.testing.assert_array_equal(gradient, jnp.full_like(X, number))
+
+
 def test_the_counter_sees_a_compilation(compilations):
     before = compilations.count
     jax.jit(lambda x: x * 1.2345 + 6.789)(jnp.ones((3, 5, 7)))
