@@ -124,6 +124,17 @@ def test_an_eager_call_compiles_no_more_again_than_jax_does(
     assert compiled[1] <= compiled[0]
 
 
+def test_an_eager_gradient_compiles_nothing_the_second_time(compilations):
+    def loss(x):
+        return jnp.sum(jax.nn.relu(jax.nn.softmax(x @ x)))
+
+    gradient = jax.grad(gpu(loss))
+    gradient(X)
+    before = compilations.count
+    gradient(X)
+    assert compilations.count == before
+
+
 factor = 1.0
 
 
