@@ -9,6 +9,7 @@ from collections.abc import (
     MutableMapping,
     Sequence,
 )
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -201,7 +202,6 @@ def content(
       constant: the same of a constant that a program inside has.
     """
     numbers = {var: number for number, var in enumerate(invars)}
-    ask = {"also": also, "custom": custom, "constant": constant}
 
     def name(atom: Any) -> Hashable:
         return number_of(atom.val) if isinstance(atom, Literal) else numbers[atom]
@@ -211,7 +211,8 @@ def content(
         held = value if isinstance(value, tuple) else (value,)
         if not all(isinstance(one, Jaxpr | ClosedJaxpr) for one in held):
             return value
-        found = tuple([content_of(one, **ask) for one in held])
+        ask = partial(content_of, also=also, custom=custom, constant=constant)
+        found = tuple(map(ask, held))
         return value if None in found else found
 
     parts: list[Hashable] = [tuple(var.aval for var in invars)]
@@ -229,15 +230,19 @@ def content(
     return tuple(parts), tuple(map(name, outvars))
 
 
-def content_of(program: Any, **ask: Callable[[Any], Hashable]) -> Hashable:
+def content_of(
+    program: Any,
+    *,
+    constant: Callable[[Any], Hashable] = lambda array: None,
+    **ask: Callable[[JaxprEqn], Hashable],
+) -> Hashable:
     """The same of a program; None also where it has constants that cannot be told."""
-    jaxpr, consts = closed(program).jaxpr, closed(program).consts
-    constant = ask.get("constant", lambda array: None)
-    held = tuple([found for found in map(constant, consts) if found is not None])
-    if len(held) < len(jaxpr.constvars):
+    program = closed(program)
+    jaxpr, held = program.jaxpr, tuple(map(constant, program.consts))
+    if None in held or len(held) < len(jaxpr.constvars):
         return None
     invars = [*jaxpr.constvars, *jaxpr.invars]
-    made = content(invars, jaxpr.eqns, jaxpr.outvars, **ask)
+    made = content(invars, jaxpr.eqns, jaxpr.outvars, constant=constant, **ask)
     return made and (made, held)
 
 

@@ -73,8 +73,8 @@ def emit_custom_jvp(
     # The rule of a primitive that expands into others takes symbolic zeros.
     symbolic = eqn.params.get("symbolic_zeros", True)
     function = jax.custom_jvp(_primal(current, action))
-    (marked,) = _marked(action, rule)
-    function.defjvp(in_axes_of_now(marked), symbolic_zeros=symbolic)
+    marked = in_axes_of_now(*_marked(action, rule))
+    function.defjvp(marked, symbolic_zeros=symbolic)
     return list(function(*arrays))
 
 

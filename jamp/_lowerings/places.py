@@ -73,16 +73,17 @@ def _by_groups(
 
     As where each example has weights of its own.
     """
-    count = conv.batch_group_count // part
-    arrays = lhs, as_bits(rhs)
+    count, groups = (
+        conv.batch_group_count // part,
+        conv._replace(batch_group_count=part),
+    )
+    arrays = [_in_groups(array, count) for array in (lhs, as_bits(rhs))]
 
     def of_part(at: Any) -> Any:
         some, weights = (
-            lax.dynamic_slice_in_dim(array, at * size, size, array.ndim - 1)
+            lax.dynamic_index_in_dim(array, at, array.ndim - 2, keepdims=False)
             for array in arrays
-            for size in [array.shape[-1] // count]
         )
-        groups = conv._replace(batch_group_count=part)
         return as_bits(by_places(some, from_bits(weights), groups, outs, to))
 
     results = lax.map(of_part, jnp.arange(count))

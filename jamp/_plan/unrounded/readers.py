@@ -62,10 +62,10 @@ def apart_from(action: Structural) -> Apart | None:
     params, forward = action.eqn.params, not action.context.derived
     if action.kind == "scan":
         consts, carry = scan_counts(params)
-        return Apart(0, consts + carry, carry, consts, forward)
+        return Apart(0, consts + carry, carry, shared=consts, forward=forward)
     if forward:
-        known = {"cond": Apart(1, 0, 0, 0, True), "remat2": Apart(0, 0, 0, 0, True)}
-        return known.get(action.kind)
+        skipped = {"cond": 1, "remat2": 0}.get(action.kind)
+        return None if skipped is None else Apart(skipped, 0, 0, forward=True)
     # Without a policy a checkpoint saves its inputs alone: only cotangents may cross it
     # in float32.
     if action.kind == "remat2" and params["policy"] is None:
