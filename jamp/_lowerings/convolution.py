@@ -43,7 +43,7 @@ from jamp._lowerings.tiles import has_tiles, into_tiles, makes_tiles, of_tiles
 
 # Patches are worth their time if each of their elements meets so many output features,
 # and if they have so many input features.
-_LEAST_REUSED, _LEAST_REUSED_IF_FAST = 256, 64
+_LEAST_REUSED, _LEAST_REUSED_IF_FAST, _LEAST_REUSED_WITH_AMX = 256, 64, 48
 _LEAST_FEATURES = 8
 # With AVX512-BF16 alone, of the gradient of weights it is more: its patches lie across.
 # It is fewer where its slices are of rows.
@@ -182,16 +182,20 @@ def _least_reused(
     others have a batch, and the pictures where others have features.
     """
     processor, numbers = this_processor(), conv.dimension_numbers
-    if processor.gains and by_window:
-        return _LEAST_REUSED_IF_FAST
+    if not processor.gains:
+        return _LEAST_REUSED
+    if by_window:
+        with_amx = processor.has_amx
+        return _LEAST_REUSED_WITH_AMX if with_amx else _LEAST_REUSED_IF_FAST
     # One picture's patches are made at once, and leave the cache themselves.
     alone = many and rhs.shape[numbers.rhs_spec[1]] == 1
-    if not processor.gains or (alone and not by_rows):
+    if by_rows:
+        in_cache = processor.has_amx or not alone
+        return _LEAST_REUSED_BY_ROWS if in_cache else _LEAST_REUSED_BY_PLACES
+    if alone:
         return _LEAST_REUSED
-    if alone or not (processor.has_amx or by_rows):
-        return _LEAST_REUSED_BY_PLACES
     if not processor.has_amx:
-        return _LEAST_REUSED_BY_ROWS
+        return _LEAST_REUSED_BY_PLACES
     enough = many and lhs.shape[numbers.lhs_spec[0]] >= _LEAST_OF_MANY
     return _LEAST_OF_MANY if enough else _LEAST_REUSED_IF_FAST
 

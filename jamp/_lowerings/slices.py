@@ -12,10 +12,12 @@ import numpy as np
 from jax import lax
 
 from jamp._lowerings.pictures import ConvParams
+from jamp._lowerings.processor import this_processor
 from jamp._lowerings.releases import KEEPS_BARRIERS
 
-# Of more, patches leave the cache before they are read.
-_MOST_BYTES = 4 * 2**20
+# Of more, patches leave the cache before they are read. With AMX, which takes less time
+# for a part, fewer and larger parts take less.
+_MOST_BYTES, _MOST_BYTES_WITH_AMX = 4 * 2**20, 8 * 2**20
 
 
 class Steps(NamedTuple):
@@ -58,8 +60,9 @@ def steps_of(
 
 def part_of(count: int, each: int) -> int:
     """How many of some things of so many bytes to take at a time."""
+    most = _MOST_BYTES_WITH_AMX if this_processor().has_amx else _MOST_BYTES
     parts = (n for n in range(count, 0, -1) if count % n == 0)
-    return next(n for n in parts if n == 1 or n * each <= _MOST_BYTES)
+    return next(n for n in parts if n == 1 or n * each <= most)
 
 
 def slices_of(lhs: Any, feature: int, steps: Sequence[Steps]) -> list[Any]:

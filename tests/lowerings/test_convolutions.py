@@ -50,7 +50,7 @@ def temporary_bytes(fn, *args):
 @whole_and_in_parts(CONVOLUTIONS)
 @pytest.mark.usefixtures("amx")
 def test_convolutions_of_every_kind_and_their_derivatives(name, at_once, monkeypatch):
-    monkeypatch.setattr(slices, "_MOST_BYTES", at_once)
+    monkeypatch.setattr(slices, "_MOST_BYTES_WITH_AMX", at_once)
     monkeypatch.setattr(patches, "_LEAST_BYTES", 0)
     monkeypatch.setattr(convolution, "_LEAST_FEATURES", 1)
     assert_equal_derivatives(*example(name))
@@ -62,6 +62,7 @@ def test_what_lies_side_by_side_needs_no_slices(name, monkeypatch):
     monkeypatch.setattr(convolution, "_MOST_SLICES", 0)
     monkeypatch.setattr(convolution, "_LEAST_IN_TILES", 1)
     monkeypatch.setattr(convolution, "_LEAST_REUSED_IF_FAST", 1)
+    monkeypatch.setattr(convolution, "_LEAST_REUSED_WITH_AMX", 1)
     fn, x, y = example(name)
     assert_equal_derivatives(fn, x, y)
     text = jax.jit(cast(fn)).lower(x, y).as_text()
@@ -84,10 +85,10 @@ def test_pictures_with_features_first_are_transposed_and_not_their_patches():
 @pytest.mark.parametrize(
     ("described", "features", "pictures", "left_to_xla"),
     [
-        ("amx_bf16", 32, (2, 8), 3),
-        ("amx_bf16", 64, (2, 8), 0),
-        ("amx_bf16", 64, (1, 128), 1),
-        ("amx_bf16", 64, (2, 128), 0),
+        ("amx_bf16", 16, (2, 8), 3),
+        ("amx_bf16", 32, (2, 8), 2),
+        ("amx_bf16", 48, (2, 8), 0),
+        ("amx_bf16", 64, (1, 128), 0),
         ("avx512_bf16", 16, (2, 8), 3),
         ("avx512_bf16", 32, (2, 8), 2),
         ("avx512_bf16", 64, (2, 8), 0),
@@ -118,7 +119,7 @@ def test_the_processor_tells_from_how_many_features_on_patches_are_taken(
 @pytest.mark.usefixtures("amx")
 def test_training_a_convolution_takes_less_memory_than_in_float32(monkeypatch):
     """No float32 copy of the pictures that patches are taken from, in particular."""
-    monkeypatch.setattr(slices, "_MOST_BYTES", 2**20)
+    monkeypatch.setattr(slices, "_MOST_BYTES_WITH_AMX", 2**20)
     x, w = jnp.ones((8, 64, 64, 64)), jnp.ones((3, 3, 64, 128))
 
     def loss(w, x):
@@ -211,20 +212,21 @@ def test_the_patches_of_a_vision_transformer_are_pictures_in_another_order():
 def test_rows_of_windows_add_up_to_convolutions_of_every_kind(
     name, at_once, monkeypatch
 ):
-    monkeypatch.setattr(slices, "_MOST_BYTES", at_once)
+    monkeypatch.setattr(slices, "_MOST_BYTES_WITH_AMX", at_once)
     monkeypatch.setattr(patches, "_LEAST_BYTES", 0)
     monkeypatch.setattr(patches, "_LEAST_ROWS", 0)
     monkeypatch.setattr(patches, "_writes_less_by_rows", lambda *_: True)
     monkeypatch.setattr(places, "_size_by_places", lambda *_: 2**62)
     monkeypatch.setattr(convolution, "_LEAST_FEATURES", 1)
-    monkeypatch.setattr(convolution, "_LEAST_REUSED_IF_FAST", 1)
+    monkeypatch.setattr(convolution, "_LEAST_REUSED_WITH_AMX", 1)
+    monkeypatch.setattr(convolution, "_LEAST_REUSED_BY_ROWS", 1)
     assert_equal_derivatives(*example(name))
 
 
 @pytest.mark.parametrize(
     ("pixels", "features", "expected"),
     [
-        (32, (64, 64), [("2x34x32x192", "192x192")]),
+        (32, (64, 64), [("4x34x32x192", "192x192")]),
         # Of few features of pictures, patches are smaller than what would be added up.
         (32, (16, 64), [("4x32x32x144", "144x64")]),
         # In pictures of few rows, too many more would be multiplied.
