@@ -38,13 +38,16 @@ from jamp._lowerings.pictures import (
 )
 from jamp._lowerings.places import are_by_rows, by_places
 from jamp._lowerings.processor import this_processor
-from jamp._lowerings.releases import MOVES_BFLOAT16_AS_FLOAT32
+from jamp._lowerings.releases import CONVOLVES_FEW_FAST, MOVES_BFLOAT16_AS_FLOAT32
 from jamp._lowerings.tiles import has_tiles, into_tiles, makes_tiles, of_tiles
 
 # Patches are worth their time if each of their elements meets so many output features,
 # and if they have so many input features.
 _LEAST_REUSED, _LEAST_REUSED_IF_FAST, _LEAST_REUSED_WITH_AMX = 256, 64, 48
 _LEAST_FEATURES = 8
+# Of few features in large pictures slices are short and many: where XLA's convolutions
+# of these are fast, and measured with AMX alone, each has to meet more.
+_FEW_FEATURES, _LARGE_PICTURE, _LEAST_REUSED_OF_FEW = 48, 64**2, 96
 # With AVX512-BF16 alone, of the gradient of weights it is more: its patches lie across.
 # It is fewer where its slices are of rows.
 _LEAST_REUSED_BY_PLACES, _LEAST_REUSED_BY_ROWS = 128, 32
@@ -184,9 +187,13 @@ def _least_reused(
     processor, numbers = this_processor(), conv.dimension_numbers
     if not processor.gains:
         return _LEAST_REUSED
+    if by_window and not processor.has_amx:
+        return _LEAST_REUSED_IF_FAST
     if by_window:
-        with_amx = processor.has_amx
-        return _LEAST_REUSED_WITH_AMX if with_amx else _LEAST_REUSED_IF_FAST
+        few = rhs.shape[numbers.rhs_spec[1]] < _FEW_FEATURES and CONVOLVES_FEW_FAST
+        pixels = math.prod(lhs.shape[d] for d in numbers.lhs_spec[2:])
+        large = pixels >= _LARGE_PICTURE
+        return _LEAST_REUSED_OF_FEW if few and large else _LEAST_REUSED_WITH_AMX
     # One picture's patches are made at once, and leave the cache themselves.
     alone = many and rhs.shape[numbers.rhs_spec[1]] == 1
     if by_rows:

@@ -116,6 +116,25 @@ def test_the_processor_tells_from_how_many_features_on_patches_are_taken(
     assert text.count("stablehlo.convolution") == left_to_xla
 
 
+@pytest.mark.parametrize(
+    ("pixels", "out", "fast", "left_to_xla"),
+    [(64, 64, True, 1), (64, 64, False, 0), (64, 96, True, 0), (32, 64, True, 0)],
+)
+@pytest.mark.usefixtures("amx")
+def test_few_features_of_large_pictures_are_left_to_xla_where_it_is_fast(
+    pixels, out, fast, left_to_xla, monkeypatch
+):
+    monkeypatch.setattr(convolution, "CONVOLVES_FEW_FAST", fast)
+    x = jax.ShapeDtypeStruct((2, pixels, pixels, 32), jnp.float32)
+    w = jax.ShapeDtypeStruct((3, 3, 32, out), jnp.float32)
+
+    def convolve(x, w):
+        return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=NHWC)
+
+    text = jax.jit(cast(convolve)).lower(x, w).as_text()
+    assert text.count("stablehlo.convolution") == left_to_xla
+
+
 @pytest.mark.usefixtures("amx")
 def test_training_a_convolution_takes_less_memory_than_in_float32(monkeypatch):
     """No float32 copy of the pictures that patches are taken from, in particular."""
