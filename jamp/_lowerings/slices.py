@@ -17,7 +17,7 @@ from jamp._lowerings.releases import KEEPS_BARRIERS
 
 # Of more, patches leave the cache before they are read. With AMX, which takes less time
 # for a part, fewer and larger parts take less.
-_MOST_BYTES, _MOST_BYTES_WITH_AMX = 4 * 2**20, 8 * 2**20
+_MOST_BYTES, _MOST_BYTES_WITH_AMX = 4 * 2**20, 6 * 2**20
 
 
 class Steps(NamedTuple):
