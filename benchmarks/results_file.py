@@ -77,15 +77,25 @@ def environment() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit of the code, with a mark if files differ; None outside a clone."""
-    command = ["git", "describe", "--always", "--dirty"]
+    """The commit of the code, with a mark if files differ; None outside a clone.
+
+    What benchmarks have written is no code.
+    """
+    root, status = CODE.parent, ["git", "status", "--porcelain", "--untracked-files=no"]
+    commands = (
+        ["git", "describe", "--always"],
+        [*status, "--", ".", f":!{CODE.name}/results"],
+    )
     try:
-        found = subprocess.run(
-            command, cwd=CODE, capture_output=True, text=True, check=True
+        found, changed = (
+            subprocess.run(
+                command, cwd=root, capture_output=True, text=True, check=True
+            ).stdout.strip()
+            for command in commands
         )
     except (OSError, subprocess.CalledProcessError):
         return None
-    return found.stdout.strip()
+    return f"{found}-dirty" if changed else found
 
 
 def installed_version(package: str) -> str | None:
