@@ -164,39 +164,44 @@ def _are_worth(
     lhs: Any, rhs: Any, conv: ConvParams, outs: Sequence[int], by_window: bool
 ) -> bool:
     """Whether patches are worth their time."""
-    strided = not by_window and math.prod(conv.rhs_dilation) > 1
     reused, into = (rhs.shape[d] for d in conv.dimension_numbers.rhs_spec[:2])
-    count = math.prod(window_sizes(rhs, conv) if by_window else outs)
-    # Slices of few features take longer to stack than the convolution.
-    long = not by_window or into >= _LEAST_FEATURES
-    by_rows = not by_window and are_by_rows(lhs, rhs, conv, outs)
-    many = count * lhs.size >= _MANY
-    least = _least_reused(lhs, rhs, conv, by_window, by_rows=by_rows, many=many)
-    worth = long and reused >= least
-    return count == 1 or (count <= _MOST_SLICES and (strided or worth))
+    if by_window:
+        count = math.prod(window_sizes(rhs, conv))
+        # Slices of few features take longer to stack than the convolution.
+        worth = into >= _LEAST_FEATURES and reused >= _least_by_windows(lhs, rhs, conv)
+    else:
+        count = math.prod(outs)
+        strided = math.prod(conv.rhs_dilation) > 1
+        worth = strided or reused >= _least_by_places(lhs, rhs, conv, outs)
+    return count == 1 or (count <= _MOST_SLICES and worth)
 
 
-def _least_reused(
-    lhs: Any, rhs: Any, conv: ConvParams, by_window: bool, *, by_rows: bool, many: bool
-) -> int:
-    """How many output features each element of a patch has to meet on this processor.
+def _least_by_windows(lhs: Any, rhs: Any, conv: ConvParams) -> int:
+    """How many output features each element of a patch has to meet."""
+    processor, numbers = this_processor(), conv.dimension_numbers
+    if not processor.gains:
+        return _LEAST_REUSED
+    if not processor.has_amx:
+        return _LEAST_REUSED_IF_FAST
+    few = rhs.shape[numbers.rhs_spec[1]] < _FEW_FEATURES and CONVOLVES_FEW_FAST
+    pixels = math.prod(lhs.shape[d] for d in numbers.lhs_spec[2:])
+    large = pixels >= _LARGE_PICTURE
+    return _LEAST_REUSED_OF_FEW if few and large else _LEAST_REUSED_WITH_AMX
 
-    In a gradient of weights the left operand has the features of the pictures where
-    others have a batch, and the pictures where others have features.
+
+def _least_by_places(lhs: Any, rhs: Any, conv: ConvParams, outs: Sequence[int]) -> int:
+    """The same in a gradient of weights.
+
+    The left operand has the features of the pictures where others have a batch, and the
+    pictures where others have features.
     """
     processor, numbers = this_processor(), conv.dimension_numbers
     if not processor.gains:
         return _LEAST_REUSED
-    if by_window and not processor.has_amx:
-        return _LEAST_REUSED_IF_FAST
-    if by_window:
-        few = rhs.shape[numbers.rhs_spec[1]] < _FEW_FEATURES and CONVOLVES_FEW_FAST
-        pixels = math.prod(lhs.shape[d] for d in numbers.lhs_spec[2:])
-        large = pixels >= _LARGE_PICTURE
-        return _LEAST_REUSED_OF_FEW if few and large else _LEAST_REUSED_WITH_AMX
+    many = math.prod(outs) * lhs.size >= _MANY
     # One picture's patches are made at once, and leave the cache themselves.
     alone = many and rhs.shape[numbers.rhs_spec[1]] == 1
-    if by_rows:
+    if are_by_rows(lhs, rhs, conv, outs):
         in_cache = processor.has_amx or not alone
         return _LEAST_REUSED_BY_ROWS if in_cache else _LEAST_REUSED_BY_PLACES
     if alone:
