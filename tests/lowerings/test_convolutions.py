@@ -117,14 +117,10 @@ def test_the_processor_tells_from_how_many_features_on_patches_are_taken(
 
 
 @pytest.mark.parametrize(
-    ("pixels", "out", "fast", "left_to_xla"),
-    [(64, 64, True, 1), (64, 64, False, 0), (64, 96, True, 0), (32, 64, True, 0)],
+    ("pixels", "out", "left_to_xla"), [(64, 64, 1), (64, 96, 0), (32, 64, 0)]
 )
 @pytest.mark.usefixtures("amx")
-def test_few_features_of_large_pictures_are_left_to_xla_where_it_is_fast(
-    pixels, out, fast, left_to_xla, monkeypatch
-):
-    monkeypatch.setattr(convolution, "CONVOLVES_FEW_FAST", fast)
+def test_few_features_of_large_pictures_are_left_to_xla(pixels, out, left_to_xla):
     x = jax.ShapeDtypeStruct((2, pixels, pixels, 32), jnp.float32)
     w = jax.ShapeDtypeStruct((3, 3, 32, out), jnp.float32)
 
