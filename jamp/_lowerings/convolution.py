@@ -38,15 +38,15 @@ from jamp._lowerings.pictures import (
 )
 from jamp._lowerings.places import are_by_rows, by_places
 from jamp._lowerings.processor import this_processor
-from jamp._lowerings.releases import CONVOLVES_FEW_FAST, MOVES_BFLOAT16_AS_FLOAT32
+from jamp._lowerings.releases import MOVES_BFLOAT16_AS_FLOAT32
 from jamp._lowerings.tiles import has_tiles, into_tiles, makes_tiles, of_tiles
 
 # Patches are worth their time if each of their elements meets so many output features,
 # and if they have so many input features.
 _LEAST_REUSED, _LEAST_REUSED_IF_FAST, _LEAST_REUSED_WITH_AMX = 256, 64, 48
 _LEAST_FEATURES = 8
-# Of few features in large pictures slices are short and many: where XLA's convolutions
-# of these are fast, and measured with AMX alone, each has to meet more.
+# With AMX, with which this was measured, it is more of few features in large pictures:
+# their slices are short and many.
 _FEW_FEATURES, _LARGE_PICTURE, _LEAST_REUSED_OF_FEW = 48, 64**2, 96
 # With AVX512-BF16 alone, of the gradient of weights it is more: its patches lie across.
 # It is fewer where its slices are of rows.
@@ -183,7 +183,7 @@ def _least_by_windows(lhs: Any, rhs: Any, conv: ConvParams) -> int:
         return _LEAST_REUSED
     if not processor.has_amx:
         return _LEAST_REUSED_IF_FAST
-    few = rhs.shape[numbers.rhs_spec[1]] < _FEW_FEATURES and CONVOLVES_FEW_FAST
+    few = rhs.shape[numbers.rhs_spec[1]] < _FEW_FEATURES
     pixels = math.prod(lhs.shape[d] for d in numbers.lhs_spec[2:])
     large = pixels >= _LARGE_PICTURE
     return _LEAST_REUSED_OF_FEW if few and large else _LEAST_REUSED_WITH_AMX

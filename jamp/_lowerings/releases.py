@@ -8,7 +8,5 @@ _RELEASE = jaxlib.version.__version_info__
 MOVES_BFLOAT16_AS_FLOAT32 = _RELEASE < (0, 11, 2)
 # Whether it may write products of bfloat16 in it as fast as in float32.
 ROUNDS_PRODUCTS = _RELEASE >= (0, 11)
-# Whether it convolves few features in float32 twice as fast as before.
-CONVOLVES_FEW_FAST = _RELEASE >= (0, 11)
 # Whether barriers are there until it has decided what to run first.
 KEEPS_BARRIERS = _RELEASE >= (0, 11, 1)
