@@ -73,10 +73,8 @@ def _by_groups(
 
     As where each example has weights of its own.
     """
-    count, groups = (
-        conv.batch_group_count // part,
-        conv._replace(batch_group_count=part),
-    )
+    count = conv.batch_group_count // part
+    groups = conv._replace(batch_group_count=part)
     arrays = [_in_groups(array, count) for array in (lhs, as_bits(rhs))]
 
     def of_part(at: Any) -> Any:
