@@ -1,6 +1,7 @@
 """Gradients of several readers in float32 are added up before they are rounded.
 
-Also where some of them stand in programs of their own, as in loops and branches.
+Also where some of them stand in programs of their own, as in loops and branches, or
+read parts of a value.
 """
 
 import jax
@@ -109,3 +110,56 @@ def test_what_jax_moves_in_front_of_a_differentiated_loop_is_not_rounded(device)
     expected = jax.value_and_grad(loss)(w)
     for found, wanted in zip(inside, expected, strict=True):
         assert_near(found, wanted, device)
+
+
+def of_numbers(*shape):
+    return jnp.float32(np.random.default_rng(len(shape)).standard_normal(shape))
+
+
+NEAR_ONE = 1 + 0.1 * of_numbers(64, 64)
+
+
+def lambda_returns(v):
+    deltas = NEAR_ONE[:, 1:] + 0.99 * v[:, 1:] - v[:, :-1]
+    step = lambda sum_, delta: (delta + 0.94 * sum_,) * 2  # noqa: E731
+    advantages = lax.scan(step, jnp.zeros(64), deltas.T, reverse=True)[1].T
+    return jnp.sum(NEAR_ONE[:, 1:] * (advantages + v[:, :-1]))
+
+
+# Sums of what cancels, of which most of the gradient is what is left.
+OF_PARTS = {
+    "slices": lambda v: jnp.sum(NEAR_ONE[:, 1:] * (v[:, 1:] - v[:, :-1])),
+    "a flip": lambda v: jnp.sum(NEAR_ONE * (v - v[:, ::-1])),
+    "a transpose": lambda v: jnp.sum(NEAR_ONE * (v - v.T)),
+    "pairs": lambda v: jnp.sum(
+        (NEAR_ONE[:, None] + NEAR_ONE) * (v[:, :, None] - v[:, None, :])
+    ),
+    "a split": lambda v: jnp.sum(
+        NEAR_ONE[:, :32] * (jnp.split(v, 2, axis=1)[0] - v[:, 32:])
+    ),
+    "reshaped rows": lambda v: jnp.sum(
+        NEAR_ONE.ravel() * (v.reshape(-1) - v[:, ::-1].reshape(-1))
+    ),
+    "jnp.diff": lambda v: jnp.sum(NEAR_ONE[:, 1:] * jnp.diff(v, axis=1)),
+    "jnp.roll": lambda v: jnp.sum(NEAR_ONE * (v - jnp.roll(v, 1, 1))),
+    "lambda returns": lambda_returns,
+}
+
+
+@pytest.mark.parametrize("name", OF_PARTS)
+@each_device
+def test_so_are_those_of_readers_of_parts(name, device):
+    x, w = of_numbers(64, 64, 32), of_numbers(32) / 8
+    loss = lambda w: OF_PARTS[name](x @ w)  # noqa: E731
+    found = jax.grad(jamp.autocast(loss, device_type=device))(w)
+    assert_near(found, jax.grad(loss)(w), device)
+
+
+@each_device
+def test_a_difference_of_parts_that_is_read_in_float32_is_not_rounded(device):
+    x, w = of_numbers(64, 64, 32), of_numbers(32) / 8
+    fn = jamp.autocast(lambda x, w: OF_PARTS["slices"](x @ w), device_type=device)
+    rounded = (x.astype(LOW[device]) @ w.astype(LOW[device])).astype(jnp.float32)
+    spacing = jnp.finfo(LOW[device]).eps * jnp.abs(rounded).mean()
+    found, wanted = fn(x, w), OF_PARTS["slices"](rounded)
+    assert abs(found - wanted) < spacing

@@ -152,6 +152,7 @@ class Readers:
         self._split: set[int] = set()
         self._added: set[int] = set()
         self._counts: Counter[int] = Counter()
+        self._wide_counts: Counter[int] = Counter()
         self.plan = _live(plan)
         for action in reversed(self.plan.actions):
             self._add(action)
@@ -269,11 +270,16 @@ class Readers:
         """Adds readers in float32."""
         added = dict.fromkeys(names)
         for number in numbers:
+            self._wide_counts[number] += 1
             self.wide.setdefault(number, {}).update(added)
 
     def alone(self, value: Value) -> bool:
         """Whether one action only reads a value."""
         return self._counts[value.number] == 1
+
+    def several(self, value: Value) -> bool:
+        """Whether several actions read a value in float32."""
+        return self._wide_counts[value.number] > 1
 
     def _add(self, action: Action) -> None:
         lows = {value.number for value in taken(action) if value.low}

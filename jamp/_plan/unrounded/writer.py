@@ -203,7 +203,9 @@ class _Writer:
             return False
         lossy = any(map(self._at_hand, read))
         if action in self._readers.unrounded and not self._saves_more(action, found):
-            return lossy or not found.moves or any(map(self._grows, read))
+            # What several read is widened once: its gradients meet in float32.
+            meet = any(map(self._readers.several, read))
+            return lossy or not found.moves or meet or any(map(self._grows, read))
         return lossy and not found.exact
 
     def _saves_more(self, action: Bind | Structural, found: Kind) -> bool:
