@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes, _primitives
-from jamp._dtypes import DType, shape_of
+from jamp._dtypes import DType, shape_of, size_of
 from jamp._equations import followed
 from jamp._plan.values import Carried, Value, Values
 
@@ -63,8 +63,16 @@ def made_of(eqn: JaxprEqn, operands: Sequence[T]) -> list[Sequence[T]]:
 
 def carried_sums(eqn: JaxprEqn, operands: Values) -> Sequence[CarriedSum | None]:
     """Which of an equation's results are a loop's sum still, and which."""
-    numbers = [value.follows or value.rank == 0 for value in operands]
+    numbers = [value.follows or _scales(value, eqn) for value in operands]
     return _each_carried(eqn, list(map(_sum_of, operands)), numbers)
+
+
+def _scales(value: Value, eqn: JaxprEqn) -> bool:
+    """Whether a factor has one number for several of a product, as of each row."""
+    shape = getattr(value.aval, "shape", ())
+    own = size_of(n for at, n in enumerate(shape) if at not in value.traits.repeated)
+    size = size_of(shape_of(eqn.outvars[0]))
+    return value.rank == 0 or (own is not None and size is not None and own < size)
 
 
 def carried_through(

@@ -152,6 +152,33 @@ def test_a_recurrence_over_sums_is_rounded_once(name, device):
     assert np.abs(gradient(cast) - gradient(fn)).max() <= float(jnp.finfo(low).eps)
 
 
+# By one number for each row, after something small was added.
+SCALINGS = {
+    "to their length": lambda c, _: c / jnp.linalg.norm(c, axis=-1, keepdims=True),
+    "to their sum": lambda c, _: c / c.sum(-1, keepdims=True),
+    "to their squares": lambda c, _: c * lax.rsqrt((c * c).mean(-1, keepdims=True)),
+    "by decays of rows": lambda c, decays: c * decays[:, :1],
+    "by decays of columns": lambda c, decays: c * decays[0],
+}
+
+
+@pytest.mark.numbers
+@each_device
+@pytest.mark.parametrize("name", SCALINGS)
+def test_rows_that_a_loop_scales_are_rounded_once(name, device):
+    low, scaled = LOW[device], SCALINGS[name]
+    x = values(low, (500, 4, 4), 1.0)
+
+    def fn(x, decays):
+        h, decays = x @ jnp.eye(4), decays @ jnp.eye(4)
+        step = lambda c, x: (scaled(c + x / 1000, decays), None)  # noqa: E731
+        return lax.scan(step, h[0], h[1:])[0]
+
+    args = x, jnp.full((4, 4), 1 - 2**-7)
+    cast = jamp.autocast(fn, device_type=device)
+    assert_rounded_once(jax.jit(cast)(*args), fn(*args), low)
+
+
 EXCHANGES = {
     "ppermute": lambda c: lax.ppermute(c, "i", [(0, 1), (1, 2), (2, 3), (3, 0)]),
     "all_gather": lambda c: lax.all_gather(c, "i")[(lax.axis_index("i") + 1) % 4],
