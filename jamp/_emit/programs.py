@@ -14,11 +14,12 @@ from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes
 from jamp._compat import is_plain_array, scan_counts
+from jamp._emit.before_loops import Split, differentiated_as, split
 from jamp._emit.conversions import convert, convert_all
-from jamp._emit.emitter import Arrays, Emitter, Places, emits_programs
+from jamp._emit.emitter import Arrays, Emitter, Places, emits_programs, emitter_of
 from jamp._emit.loop_stacks import stackable, stacks_in_float32
 from jamp._equations import bind, checkpointed
-from jamp._plan.plan import Structural
+from jamp._plan.plan import Plan, Structural
 
 
 @emits_programs("jit")
@@ -173,7 +174,43 @@ def _dtype_of(array: Any) -> Any:
 def emit_scan(
     emitter: Emitter, action: Structural, arrays: Arrays, varying: Places
 ) -> Arrays:
-    params, slots, (plan,) = action.eqn.params, action.slots, action.plans
+    (plan,), parts = action.plans, split(action)
+    if parts is None:
+        return _scan(emitter, action, plan, arrays)
+    if parts.always:
+        return _scan_of_made(emitter, action, parts, arrays)
+    current = emitter_of(emitter)
+
+    def rule(*arrays: Any) -> Arrays:
+        return _scan_of_made(current(), action, parts, arrays)
+
+    function = differentiated_as(
+        lambda *arrays: _scan(current(), action, plan, arrays), rule, id(action)
+    )
+    return list(function(*arrays))
+
+
+def _scan_of_made(
+    emitter: Emitter, action: Structural, parts: Split, arrays: Arrays
+) -> Arrays:
+    """A scan some products of which are made before it."""
+    count, num_carry = scan_counts(action.eqn.params)
+    taken, _ = action.unshared(arrays)
+    end = len(taken) - len(action.slots)
+    sliced = taken[count + num_carry : end]
+    made = parts.stacked(emitter.run, taken[:count], sliced, taken[end:])
+    return _scan(emitter, action, parts.within, arrays, made)
+
+
+def _scan(
+    emitter: Emitter,
+    action: Structural,
+    plan: Plan,
+    arrays: Arrays,
+    made: Sequence[Any] = (),
+) -> Arrays:
+    """A scan of a plan, which may take more slices than the equation has."""
+    params, slots = action.eqn.params, action.slots
     count, num_carry = scan_counts(params)
     arrays, casts = action.unshared(arrays)
     end = len(arrays) - len(slots)
@@ -190,16 +227,18 @@ def emit_scan(
         for array in (*arrays[:count], *arrays[end:])
     ]
     in_float32 = stacks_in_float32(action)
-    sliced_or_carried = range(count, end) if in_float32 else ()
+    made = stackable(made) if in_float32 else made
+    sliced_or_carried = range(count, end + len(made)) if in_float32 else ()
 
-    def step(carried: Sequence[Any], given: tuple[Any, Any]) -> tuple[Any, Any]:
-        slices, wides = given
+    def step(carried: Sequence[Any], given: tuple[Any, ...]) -> tuple[Any, Any]:
+        slices, made, wides = given
+        made = convert_all(made, [value.dtype for value in plan.inputs[end:]])
         sources = [*wide, *(wide[slot] for slot in slots)]
         shared = [
             array if _dtype_of(array) == _dtype_of(own) else _narrowed(array, own)
             for array, own in zip(sources, narrow, strict=True)
         ]
-        taken = [*shared[:count], *carried, *slices, *shared[count:]]
+        taken = [*shared[:count], *carried, *slices, *made, *shared[count:]]
         pairs = enumerate(zip(taken[:count], wide, strict=True))
         others = {p: w for p, (own, w) in pairs if _dtype_of(own) != _dtype_of(w)}
         others.update(zip(sliced, wides, strict=True))
@@ -210,8 +249,8 @@ def emit_scan(
 
     final, stacked = lax.scan(
         step,
-        arrays[count : count + num_carry],
-        (arrays[count + num_carry : end], [*sliced.values()]),
+        [*arrays[count : count + num_carry]],
+        (arrays[count + num_carry : end], made, [*sliced.values()]),
         # It may be symbolic, which only slices may have.
         length=None if end > count + num_carry else params["length"],
         reverse=params["reverse"],

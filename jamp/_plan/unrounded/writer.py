@@ -12,10 +12,11 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from jamp._dtypes import FLOAT32
 from jamp._equations import is_cheap
 from jamp._plan.plan import Action, Bind, Cast, Caster, Float32Call, Plan, Structural
+from jamp._plan.unrounded.apart import apart_from
 from jamp._plan.unrounded.groups import Bound, Group, Groups, actions_of
 from jamp._plan.unrounded.kinds import Kind, is_float32_function
 from jamp._plan.unrounded.probabilities import Probabilities
-from jamp._plan.unrounded.readers import Readers, Reading, apart_from, taken
+from jamp._plan.unrounded.readers import Readers, Reading, taken
 from jamp._plan.unrounded.rewritten_records import Rewritten
 from jamp._plan.unrounded.same_elements import Elements
 from jamp._plan.unrounded.shared_gradients import with_shared_casts
