@@ -116,15 +116,24 @@ def _each_carried(
 
 
 def _carried(
-    name: str, operands: Iterable[CarriedSum | None], numbers: Sequence[bool]
+    name: str, operands: Sequence[CarriedSum | None], numbers: Sequence[bool]
 ) -> CarriedSum | None:
-    # A factor that is no number would have the float32 saved for its gradient.
-    scales = any({"mul": numbers, "div": numbers[1:]}.get(name, ()))
-    adds = name in _primitives.CARRYING or scales
     found = [operand for operand in operands if operand is not None]
+    adds = name in _primitives.CARRYING or _is_scaled(name, operands, numbers)
     if not found or not (adds or name in _primitives.HANDING_ON):
         return None
     origins = frozenset().union(*(known.origins for known in found))
     if adds:
         origins = frozenset(origin._replace(added=True) for origin in origins)
     return CarriedSum(found[0].dtype, origins)
+
+
+def _is_scaled(
+    name: str, operands: Sequence[CarriedSum | None], numbers: Sequence[bool]
+) -> bool:
+    """Whether a sum is multiplied or divided by a number.
+
+    Any other factor would have the float32 saved for its gradient.
+    """
+    ways = {"mul": [(0, 1), (1, 0)], "div": [(0, 1)]}.get(name, [])
+    return any(operands[of] is not None and numbers[by] for of, by in ways)
