@@ -69,10 +69,15 @@ def carried_sums(eqn: JaxprEqn, operands: Values) -> Sequence[CarriedSum | None]
 
 def _scales(value: Value, eqn: JaxprEqn) -> bool:
     """Whether a factor has one number for several of a product, as of each row."""
-    shape = getattr(value.aval, "shape", ())
-    own = size_of(n for at, n in enumerate(shape) if at not in value.traits.repeated)
-    size = size_of(shape_of(eqn.outvars[0]))
-    return value.rank == 0 or (own is not None and size is not None and own < size)
+    shape, repeated = getattr(value.aval, "shape", ()), value.traits.repeated
+    own = [n for at, n in enumerate(shape) if at not in repeated]
+    return value.rank == 0 or _are_fewer(own, eqn)
+
+
+def _are_fewer(sizes: Sequence[Any], eqn: JaxprEqn) -> bool:
+    """Whether an array of these sizes has fewer numbers than an equation's result."""
+    count, size = size_of(sizes), size_of(shape_of(eqn.outvars[0]))
+    return count is not None and size is not None and count < size
 
 
 def carried_through(
@@ -86,7 +91,9 @@ def carried_through(
     def make(
         eqn: JaxprEqn, sums: list[CarriedSum | None]
     ) -> Sequence[CarriedSum | None]:
-        return _each_carried(eqn, sums, [not shape_of(atom) for atom in eqn.invars])
+        shapes = map(shape_of, eqn.invars)
+        numbers = [not shape or _are_fewer(shape, eqn) for shape in shapes]
+        return _each_carried(eqn, sums, numbers)
 
     return followed(eqns, known, make, literal=lambda _: None, unknown=None)
 

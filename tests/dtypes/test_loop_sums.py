@@ -157,6 +157,7 @@ SCALINGS = {
     "to their length": lambda c, _: c / jnp.linalg.norm(c, axis=-1, keepdims=True),
     "to their sum": lambda c, _: c / c.sum(-1, keepdims=True),
     "to their squares": lambda c, _: c * lax.rsqrt((c * c).mean(-1, keepdims=True)),
+    "to a mean of zero": lambda c, _: jax.nn.standardize(c) + 2,
     "by decays of rows": lambda c, decays: c * decays[:, :1],
     "by decays of columns": lambda c, decays: c * decays[0],
 }
