@@ -15,12 +15,21 @@ from jax.custom_derivatives import SymbolicZero
 
 from jamp import _primitives
 from jamp._compat import scan_counts
+from jamp._dtypes import size_of
 from jamp._emit.recurring import MADE_OF
 from jamp._equations import contracted, nested
 from jamp._lowerings.hook import has_own_product
 from jamp._lowerings.processor import this_processor
 from jamp._lowerings.releases import MOVES_BFLOAT16_AS_FLOAT32
-from jamp._plan.plan import Action, Bind, Cast, Float32Call, Plan, Structural
+from jamp._plan.plan import (
+    Action,
+    Bind,
+    Cast,
+    Float32Call,
+    Plan,
+    Structural,
+    needed,
+)
 from jamp._plan.values import Value, Values
 from jamp._tracing.named_axes import in_axes_of_now
 
@@ -90,11 +99,11 @@ def split(action: Structural) -> Split | None:
     before = replace(
         plan,
         inputs=[*plan.inputs[:consts], *slices],
-        actions=_needed(plan.actions, made),
+        actions=needed(plan.actions, made),
         results=made,
     )
     within = replace(
-        plan, inputs=[*plan.inputs, *made], actions=_needed(rest, plan.results)
+        plan, inputs=[*plan.inputs, *made], actions=needed(rest, plan.results)
     )
     return Split(before, within, steps.gain_always)
 
@@ -141,20 +150,20 @@ class _Steps:
         self._fixed: set[int] = set()
         # Whether products made before it take less time without a gradient, too.
         self.gain_always = True
+        # What steps read that make no product of these.
+        self._read: list[Value] = []
         for step in plan.actions:
             kind = self._kind_of(step)
+            if kind is not self._products:
+                self._read += step.operands
             if kind is not None:
                 kind |= _numbers(step.results)
 
     def products(self) -> list[Value]:
         """Products that meet what is carried, as the steps read them."""
-        others = [
-            a for a in self._plan.actions if self._kind_of(a) is not self._products
-        ]
-        read = [value for step in others for value in step.operands]
         found: dict[int, Value] = {}
         most = _MOST * sum(_size(value) for value in self._slices)
-        for value in read:
+        for value in self._read:
             if value.number not in self._products or not self._meets_carry(value):
                 continue
             sizes = sum(map(_size, {**found, value.number: value}.values()))
@@ -222,9 +231,8 @@ def _numbers(values: Iterable[Value]) -> set[int]:
 
 
 def _size(value: Value) -> int:
-    shape = getattr(value.aval, "shape", ())
-    # A symbolic dimension counts once.
-    return math.prod(n for n in shape if isinstance(n, int))
+    # What is not known yet counts for nothing.
+    return size_of(getattr(value.aval, "shape", ())) or 0
 
 
 def _reads(step: Action, values: set[int]) -> bool:
@@ -232,8 +240,9 @@ def _reads(step: Action, values: set[int]) -> bool:
 
 
 def _adds_bias(step: Action) -> bool:
-    sizes = {_size(step.results[0])} | {max(map(_size, step.operands))}
-    return isinstance(step, Cast) or (step.name == "add" and len(sizes) == 1)
+    sizes = map(_size, step.operands)
+    adds = step.name == "add" and _size(step.results[0]) == max(sizes)
+    return adds or isinstance(step, Cast)
 
 
 def _names(step: Action) -> set[str]:
@@ -246,14 +255,3 @@ def _names(step: Action) -> set[str]:
         case _:
             eqns = []
     return {eqn.primitive.name for eqn in nested(eqns)}
-
-
-def _needed(steps: Sequence[Action], results: Values) -> list[Action]:
-    """Those steps that results are made of."""
-    wanted = _numbers(results)
-    kept = []
-    for step in reversed(steps):
-        if not wanted.isdisjoint(_numbers(step.results)):
-            wanted |= _numbers(step.operands)
-            kept.append(step)
-    return kept[::-1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from textwrap import indent
@@ -286,6 +286,29 @@ class Plan:
 
 def _listed(values: Values) -> str:
     return ", ".join(map(repr, values))
+
+
+def needed(
+    actions: Sequence[Action],
+    results: Values,
+    stays: Callable[[Action], bool] = lambda action: False,
+    reads: Callable[[Action], Iterable[Value]] = lambda action: action.operands,
+) -> list[Action]:
+    """Those of some actions that results are made of.
+
+    Args:
+      actions: the actions, in order.
+      results: what is read of what they make.
+      stays: whether an action is kept whoever reads what it makes.
+      reads: the values that an action reads.
+    """
+    read = {value.number for value in results}
+    kept: list[Action] = []
+    for action in reversed(actions):
+        if stays(action) or not read.isdisjoint(v.number for v in action.results):
+            kept.append(action)
+            read.update(value.number for value in reads(action))
+    return kept[::-1]
 
 
 class Caster:

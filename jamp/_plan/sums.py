@@ -63,21 +63,20 @@ def made_of(eqn: JaxprEqn, operands: Sequence[T]) -> list[Sequence[T]]:
 
 def carried_sums(eqn: JaxprEqn, operands: Values) -> Sequence[CarriedSum | None]:
     """Which of an equation's results are a loop's sum still, and which."""
-    numbers = [value.follows or _scales(value, eqn) for value in operands]
+    numbers = [value.follows or _scales(_own_sizes(value), eqn) for value in operands]
     return _each_carried(eqn, list(map(_sum_of, operands)), numbers)
 
 
-def _scales(value: Value, eqn: JaxprEqn) -> bool:
-    """Whether a factor has one number for several of a product, as of each row."""
+def _own_sizes(value: Value) -> list[Any]:
+    """The sizes of the dimensions along which a value is not repeated."""
     shape, repeated = getattr(value.aval, "shape", ()), value.traits.repeated
-    own = [n for at, n in enumerate(shape) if at not in repeated]
-    return value.rank == 0 or _are_fewer(own, eqn)
+    return [n for at, n in enumerate(shape) if at not in repeated]
 
 
-def _are_fewer(sizes: Sequence[Any], eqn: JaxprEqn) -> bool:
-    """Whether an array of these sizes has fewer numbers than an equation's result."""
+def _scales(sizes: Sequence[Any], eqn: JaxprEqn) -> bool:
+    """Whether a factor of these sizes is a number, or one for each row of a product."""
     count, size = size_of(sizes), size_of(shape_of(eqn.outvars[0]))
-    return count is not None and size is not None and count < size
+    return not sizes or (count is not None and size is not None and count < size)
 
 
 def carried_through(
@@ -91,8 +90,7 @@ def carried_through(
     def make(
         eqn: JaxprEqn, sums: list[CarriedSum | None]
     ) -> Sequence[CarriedSum | None]:
-        shapes = map(shape_of, eqn.invars)
-        numbers = [not shape or _are_fewer(shape, eqn) for shape in shapes]
+        numbers = [_scales(shape_of(atom), eqn) for atom in eqn.invars]
         return _each_carried(eqn, sums, numbers)
 
     return followed(eqns, known, make, literal=lambda _: None, unknown=None)

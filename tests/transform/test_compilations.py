@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilations import Compilations
 from programs import PROGRAMS
 
 import jamp
@@ -19,17 +20,6 @@ every_program = pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.nam
 def closes_over_arrays(program):
     consts = jax.make_jaxpr(program.fn)(*program.arguments()).consts
     return any(isinstance(const, jax.Array) for const in consts)
-
-
-class Compilations:
-    """Counts the programs that XLA compiles."""
-
-    def __init__(self):
-        self.count = 0
-        jax.monitoring.register_event_duration_secs_listener(self._listen)
-
-    def _listen(self, event, duration, **kwargs):
-        self.count += event == "/jax/core/compile/backend_compile_duration"
 
 
 @pytest.fixture(scope="module")

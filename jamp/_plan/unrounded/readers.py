@@ -15,7 +15,15 @@ from jax.extend.core import JaxprEqn
 from jamp import _primitives
 from jamp._dtypes import FLOAT32, size_of
 from jamp._equations import holds_any
-from jamp._plan.plan import Action, Bind, Cast, Float32Call, Plan, Structural
+from jamp._plan.plan import (
+    Action,
+    Bind,
+    Cast,
+    Float32Call,
+    Plan,
+    Structural,
+    needed,
+)
 from jamp._plan.records import Origin
 from jamp._plan.unrounded.apart import Apart, apart_from
 from jamp._plan.unrounded.kinds import Kind, is_float32_function, kind_of
@@ -77,17 +85,16 @@ def _live(plan: Plan) -> Plan:
 
     Those with effects stay, and those that the policy does not know.
     """
-    read = {value.number for value in plan.results}
-    kept: list[Action] = []
-    for action in reversed(plan.actions):
-        stays = isinstance(action, Bind | Structural) and (
+
+    def stays(action: Action) -> bool:
+        return isinstance(action, Bind | Structural) and bool(
             action.eqn.effects or action.caster.record.ruling.origin is Origin.DEFAULT
         )
-        if stays or not read.isdisjoint(value.number for value in action.results):
-            kept.append(action)
-            values = chain(action.operands, taken(action))
-            read.update(value.number for value in values)
-    return replace(plan, actions=kept[::-1])
+
+    def reads(action: Action) -> Iterable[Value]:
+        return chain(action.operands, taken(action))
+
+    return replace(plan, actions=needed(plan.actions, plan.results, stays, reads))
 
 
 class Readers:
