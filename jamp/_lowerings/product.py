@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec, get_abstract_mesh
 
 from jamp._dtypes import BFLOAT16, FLOAT16, FLOAT32, LOW_DTYPES, DType
 from jamp._lowerings.bilinear import PRECISION, Taken, define
@@ -360,7 +361,12 @@ def _gradient(place: int, cotangent: Any, *factors: Any, **params: Any) -> Any:
 def _sharding_in(aval: Any, order: Sequence[int]) -> Any:
     """An array's sharding with its dimensions in another order, if types have one."""
     sharding = aval.sharding
-    if sharding.mesh.empty or not sharding.mesh.explicit_axes:
+    if sharding.mesh.empty:
+        # A weight that is on no mesh has a gradient that is whole on the one at hand.
+        mesh = get_abstract_mesh()
+        whole = NamedSharding(mesh, PartitionSpec(*[None] * aval.ndim))
+        return whole if mesh.explicit_axes else None
+    if not sharding.mesh.explicit_axes:
         return None
     spec = sharding.spec
     # Also of one that is to be added up over devices, or has been.

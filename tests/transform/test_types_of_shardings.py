@@ -39,3 +39,23 @@ def test_the_gradient_of_a_weight_that_is_added_up_once_for_all_devices(inside, 
         )
     error = np.abs(found - expected).max() / np.abs(expected).max()
     assert error < TOLERANCE[device]
+
+
+ON_NO_MESH = {
+    "rows": ((16, 24), (8, 16)),
+    "stacks of rows": ((16, 24), (8, 4, 16)),
+}
+
+
+@pytest.mark.parametrize("device", TOLERANCE)
+@pytest.mark.parametrize("name", ON_NO_MESH)
+def test_the_gradient_of_a_weight_that_is_on_no_mesh(name, device):
+    rng = np.random.default_rng(0)
+    w, x = (jnp.float32(rng.standard_normal(shape)) for shape in ON_NO_MESH[name])
+    with jax.set_mesh(jax.make_mesh((4,), ("i",), axis_types=(AxisType.Explicit,))):
+        x = jax.device_put(x, P("i"))
+        expected = jax.jit(jax.grad(product))(w, x)
+        found = jax.jit(jax.grad(jamp.autocast(product, device_type=device)))(w, x)
+        assert jax.typeof(found) == jax.typeof(expected)
+    error = np.abs(found - expected).max() / np.abs(expected).max()
+    assert error < TOLERANCE[device]
