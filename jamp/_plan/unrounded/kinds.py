@@ -8,6 +8,7 @@ from typing import NamedTuple
 from jamp import _primitives
 from jamp._dtypes import FLOAT32
 from jamp._equations import nested, runs_in_float32
+from jamp._plan.biases import product_and_bias
 from jamp._plan.plan import Action, Bind, Structural
 from jamp._plan.values import Value
 from jamp._policy.rules import Rule
@@ -51,7 +52,7 @@ def kind_of(action: Action) -> Kind | None:
     if not fits or any(low) != all(low) or not runs_in_float32([action.eqn]):
         return None
     promotes = action.caster.record.ruling.rule is Rule.PROMOTE
-    if low[0] and isinstance(action, Bind) and not promotes:
+    if low[0] and isinstance(action, Bind) and not (promotes or _adds_bias(action)):
         return None
     scales = isinstance(action, Bind) and _scales_low(action, _is_number)
     again = isinstance(action, Structural) and _is_made_again(action, names)
@@ -66,6 +67,12 @@ def kind_of(action: Action) -> Kind | None:
         view=not low[0] and (scales or names == {"broadcast_in_dim"}),
         masks=isinstance(action, Bind) and _scales_low(action, _is_of_numbers),
     )
+
+
+def _adds_bias(action: Bind) -> bool:
+    """Whether it adds the bias of a layer to what a CPU's product rounds by itself."""
+    on_cpu = action.device_type == "cpu" and action.name == "add"
+    return on_cpu and product_and_bias(*action.read) is not None
 
 
 def _is_made_again(call: Structural, names: set[str]) -> bool:
