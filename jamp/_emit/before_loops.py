@@ -1,12 +1,15 @@
-"""Products that a loop makes of its slices and constants alone, made before it.
+"""What a loop multiplies that can be multiplied before it, and changed from outside.
 
 A recurrent network multiplies what comes in with the same weights at each step, a few
 rows at a time. All steps together are one product of many rows, and so is the gradient
-of its weights, which the loop would add up step by step.
+of its weights, which the loop would add up step by step. The gradient of the weights
+that multiply its state is one such product, too.
 """
 
+from __future__ import annotations
+
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,6 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 from jamp import _primitives
 from jamp._compat import scan_counts
 from jamp._dtypes import size_of
+from jamp._emit.loop_weights import Behind, Recurrent, made_behind
 from jamp._emit.recurring import MADE_OF
 from jamp._equations import contracted, nested
 from jamp._lowerings.hook import has_own_product
@@ -34,12 +38,15 @@ from jamp._plan.values import Value, Values
 from jamp._tracing.named_axes import in_axes_of_now
 
 # One product for all steps takes less time than one of few rows for each, if a number
-# is the sum of at least so many for each row: in training, and without a gradient.
-# Where stacks are float32 it gains less.
+# is the sum of at least so many for each row: in training, if what it is added to is a
+# product of the carry, whose weights' gradients are made behind the loop, and if not;
+# and without a gradient. Where stacks are float32 it gains less.
 _MOST_ROWS = 64
-_ADDED = 64 if MOVES_BFLOAT16_AS_FLOAT32 else 4
+_ADDED = 8 if MOVES_BFLOAT16_AS_FLOAT32 else 4
+_ADDED_ALONE = 64 if MOVES_BFLOAT16_AS_FLOAT32 else 4
 _ADDED_ALWAYS = 64 if MOVES_BFLOAT16_AS_FLOAT32 else 32
-# The most numbers that are made before a loop, for each number of its slices.
+# The most numbers that are made before a loop, for each number of its slices; and that
+# it takes to be perturbed alone, for each of what it carries, too.
 _MOST = 4
 _ELEMENTWISE = _primitives.OF_ONE_DTYPE | _primitives.ARRANGING
 _BENDING = _primitives.TRANSCENDENTAL | {"custom_jvp_call", "max", "min"}
@@ -52,11 +59,13 @@ class Split(NamedTuple):
       before: makes products of the loop's constants and of one slice of each stack.
       within: makes the rest, and is handed these products after the slices.
       always: whether this takes less time where no gradient is taken, too.
+      behind: the rest where a gradient is taken, if some of that is made behind it.
     """
 
     before: Plan
     within: Plan
     always: bool
+    behind: Behind | None
 
     def stacked(
         self,
@@ -77,6 +86,8 @@ class Split(NamedTuple):
         def of_one(slices: Sequence[Any]) -> list[Any]:
             return run(self.before, [*consts, *slices, *extras])
 
+        if not self.before.results:
+            return []
         return jax.vmap(of_one)(slices)
 
 
@@ -89,10 +100,13 @@ def split(action: Structural) -> Split | None:
         return None
     (plan,) = action.plans
     consts, carry = scan_counts(action.eqn.params)
-    slices = plan.inputs[consts + carry :]
-    steps = _Steps(plan, plan.inputs[consts : consts + carry], slices)
+    carried, slices = plan.inputs[consts:][:carry], plan.inputs[consts + carry :]
+    steps = _Steps(plan, carried, slices, _ADDED)
+    recurrent = steps.recurrent()
+    if not recurrent and _ADDED_ALONE != _ADDED:
+        steps = _Steps(plan, carried, slices, _ADDED_ALONE)
     made = steps.products()
-    if not made:
+    if not (made or recurrent):
         return None
     numbers = _numbers(made)
     rest = [a for a in plan.actions if numbers.isdisjoint(_numbers(a.results))]
@@ -105,29 +119,32 @@ def split(action: Structural) -> Split | None:
     within = replace(
         plan, inputs=[*plan.inputs, *made], actions=needed(rest, plan.results)
     )
-    return Split(before, within, steps.gain_always)
+    always = bool(made) and steps.gain_always
+    entering = sum(map(_size, [*carried, *slices]))
+    behind = made_behind(
+        within, plan.inputs[:consts], [*slices, *made], recurrent, _MOST * entering
+    )
+    return Split(before, within, always, behind)
 
 
 def differentiated_as(
-    run: Callable[..., Any], instead: Callable[..., Any], made_of: Hashable
+    run: Callable[..., Any],
+    derivative: Callable[..., tuple[Any, Any]],
+    made_of: Hashable,
 ) -> Callable[..., Any]:
     """A function that runs as one, and is differentiated as another with its results.
 
     Args:
       run: what runs where no gradient is taken.
-      instead: what runs where one is.
+      derivative: what runs where one is: of the arrays, and of tangents by the places
+        of those that are perturbed, it gives results and their tangents.
       made_of: what it has in common with such a function of an equal call.
     """
 
     def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
-        places = [p for p, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
-
-        def of_perturbed(*given: Any) -> Any:
-            arrays = dict(enumerate(primals)) | dict(zip(places, given, strict=True))
-            return instead(*arrays.values())
-
-        perturbed = [primals[place] for place in places]
-        return jax.jvp(of_perturbed, perturbed, [tangents[place] for place in places])
+        pairs = enumerate(tangents)
+        perturbed = {p: t for p, t in pairs if not isinstance(t, SymbolicZero)}
+        return derivative(primals, perturbed)
 
     setattr(rule, MADE_OF, made_of)
     function = jax.custom_jvp(run)
@@ -135,12 +152,22 @@ def differentiated_as(
     return function
 
 
+class _Sizes(NamedTuple):
+    """Of a product of rows and a matrix."""
+
+    rows: int
+    added: int  # how many numbers are added up to one
+    matrix: int  # the place of the matrix
+
+
 class _Steps:
     """What the steps of a loop are made of, by the numbers of values."""
 
-    def __init__(self, plan: Plan, carried: Values, slices: Values) -> None:
+    def __init__(self, plan: Plan, carried: Values, slices: Values, added: int) -> None:
         self._plan = plan
         self._slices = slices
+        self._added = added
+        self._handed_on = carried
         self._carried = _numbers(carried)
         # Slices, cast and moved.
         self._sliced = _numbers(slices)
@@ -148,6 +175,7 @@ class _Steps:
         self._products: set[int] = set()
         # What is not made before the loop, although nothing carried is in it.
         self._fixed: set[int] = set()
+        self._recurrent: list[Recurrent] = []
         # Whether products made before it take less time without a gradient, too.
         self.gain_always = True
         # What steps read that make no product of these.
@@ -171,39 +199,70 @@ class _Steps:
                 found[value.number] = value
         return [*found.values()]
 
+    def recurrent(self) -> list[Recurrent]:
+        """Products of what is carried with matrices of constants, of a few rows.
+
+        A loop that is linear in them may be transposed, as a function with a rule may
+        not.
+        """
+        return [p for p in self._recurrent if self._bends(*p.action.results)]
+
+    def _bends(self, product: Value) -> bool:
+        """Whether a product goes through a function that is not linear, in any step."""
+        reached, count = {product.number}, 0
+        while count < len(reached):
+            count = len(reached)
+            for step in self._plan.actions:
+                if _reads(step, reached):
+                    if not _names(step).isdisjoint(_BENDING):
+                        return True
+                    reached |= _numbers(step.results)
+            pairs = zip(self._handed_on, self._plan.results, strict=False)
+            reached |= {own.number for own, new in pairs if new.number in reached}
+        return False
+
     def _kind_of(self, step: Action) -> set[int] | None:
         """Which of the sets the results of a step belong to; None for constants."""
         if _reads(step, self._carried):
+            self._add_recurrent(step)
             return self._carried
         if _reads(step, self._fixed):
             return self._fixed
         if _reads(step, self._products):
             return self._products if _adds_bias(step) else self._fixed
         if _reads(step, self._sliced):
-            if isinstance(step, Bind) and self._gains(step):
+            sizes = self._multiplied(step, self._sliced)
+            if sizes and _gains(sizes, self._added):
+                self.gain_always &= _gains(sizes, _ADDED_ALWAYS)
                 return self._products
             moves = isinstance(step, Cast) or step.name in _primitives.MOVEMENT
             return self._sliced if moves else self._fixed
         return None
 
-    def _gains(self, step: Bind) -> bool:
-        """Whether it multiplies a few rows of a slice with a matrix of constants."""
-        dtypes, name = step.operand_dtypes, step.eqn.primitive.name
-        if name != "dot_general" or not dtypes or not has_own_product(name, dtypes):
-            return False
+    def _add_recurrent(self, step: Action) -> None:
+        sizes = self._multiplied(step, self._carried)
+        others = self._sliced | self._products | self._fixed
+        if sizes and not _reads(step, others) and _gains(sizes, self._added):
+            assert isinstance(step, Bind)  # noqa: S101
+            self._recurrent.append(Recurrent(step, sizes.matrix))
+
+    def _multiplied(self, step: Action, moving: Collection[int]) -> _Sizes | None:
+        """The sizes of a product of something that moves and of a matrix."""
+        if not isinstance(step, Bind) or step.name != "dot_general":
+            return None
+        if not step.operand_dtypes or not has_own_product(
+            step.name, step.operand_dtypes
+        ):
+            return None
         factors = step.operands[:2]
-        places = [at for at, v in enumerate(factors) if v.number in self._sliced]
+        places = [at for at, v in enumerate(factors) if v.number in moving]
         if len(places) != 1:
-            return False
-        (place,) = places
-        shape = factors[place].aval.shape
+            return None
+        shape = factors[places[0]].aval.shape
         if not all(isinstance(n, int) for n in (*shape, *step.results[0].aval.shape)):
-            return False
+            return None
         added = math.prod(contracted(step.eqn))
-        rows = math.prod(shape) // max(added, 1)
-        gains: bool = rows <= _MOST_ROWS and added >= _ADDED * rows
-        self.gain_always &= added >= _ADDED_ALWAYS * rows or not gains
-        return gains
+        return _Sizes(math.prod(shape) // max(added, 1), added, 1 - places[0])
 
     def _meets_carry(self, product: Value) -> bool:
         """Whether a product is added, or the like, to what comes from the carry.
@@ -224,6 +283,11 @@ class _Steps:
             if names <= _ELEMENTWISE:
                 followed |= _numbers(step.results)
         return False
+
+
+def _gains(sizes: _Sizes, least: int) -> bool:
+    """Whether a product of few rows takes less time with those of all steps."""
+    return sizes.rows <= _MOST_ROWS and sizes.added >= least * sizes.rows
 
 
 def _numbers(values: Iterable[Value]) -> set[int]:

@@ -3,7 +3,7 @@
 The carry of a loop keeps the dtypes at which it has settled.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -13,13 +13,10 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes
-from jamp._compat import is_plain_array, scan_counts
-from jamp._emit.before_loops import Split, differentiated_as, split
 from jamp._emit.conversions import convert, convert_all
-from jamp._emit.emitter import Arrays, Emitter, Places, emits_programs, emitter_of
-from jamp._emit.loop_stacks import stackable, stacks_in_float32
+from jamp._emit.emitter import Arrays, Emitter, Places, emits_programs
 from jamp._equations import bind, checkpointed
-from jamp._plan.plan import Plan, Structural
+from jamp._plan.plan import Structural
 
 
 @emits_programs("jit")
@@ -143,120 +140,6 @@ def emit_linear_solve(
 
     solvers = type(programs)(*map(rewritten, programs, lengths))
     return bind(action.eqn, arrays, jaxprs=solvers)
-
-
-@jax.custom_jvp
-def _narrowed(wide: Any, narrow: Any) -> Any:
-    """A cast made elsewhere, of which every use has a gradient of its own in float32.
-
-    Outside a loop a cast is one value, and JAX would sum its gradients over all
-    iterations in its own dtype. Seen from here each use is a cast of `wide`.
-    """
-    del wide
-    return narrow
-
-
-@_narrowed.defjvp
-def _narrowed_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
-    wide, narrow = primals
-    # Through itself again, so that it has second derivatives.
-    primal = _narrowed(wide, narrow)
-    return primal, lax.convert_element_type(tangents[0], narrow.dtype)
-
-
-def _dtype_of(array: Any) -> Any:
-    """Its dtype; None of a reference, and of what else is no array."""
-    aval = jax.typeof(array)
-    return aval.dtype if is_plain_array(aval) else None
-
-
-@emits_programs("scan")
-def emit_scan(
-    emitter: Emitter, action: Structural, arrays: Arrays, varying: Places
-) -> Arrays:
-    (plan,), parts = action.plans, split(action)
-    if parts is None:
-        return _scan(emitter, action, plan, arrays)
-    if parts.always:
-        return _scan_of_made(emitter, action, parts, arrays)
-    current = emitter_of(emitter)
-
-    def rule(*arrays: Any) -> Arrays:
-        return _scan_of_made(current(), action, parts, arrays)
-
-    function = differentiated_as(
-        lambda *arrays: _scan(current(), action, plan, arrays), rule, id(action)
-    )
-    return list(function(*arrays))
-
-
-def _scan_of_made(
-    emitter: Emitter, action: Structural, parts: Split, arrays: Arrays
-) -> Arrays:
-    """A scan some products of which are made before it."""
-    count, num_carry = scan_counts(action.eqn.params)
-    taken, _ = action.unshared(arrays)
-    end = len(taken) - len(action.slots)
-    sliced = taken[count + num_carry : end]
-    made = parts.stacked(emitter.run, taken[:count], sliced, taken[end:])
-    return _scan(emitter, action, parts.within, arrays, made)
-
-
-def _scan(
-    emitter: Emitter,
-    action: Structural,
-    plan: Plan,
-    arrays: Arrays,
-    made: Sequence[Any] = (),
-) -> Arrays:
-    """A scan of a plan, which may take more slices than the equation has."""
-    params, slots = action.eqn.params, action.slots
-    count, num_carry = scan_counts(params)
-    arrays, casts = action.unshared(arrays)
-    end = len(arrays) - len(slots)
-    # What is perturbed of arrays in 16 bits is wide, for their gradients to add up.
-    wide = [
-        array
-        if action.context.transposable or not _dtypes.below_float32(_dtype_of(array))
-        else convert(casts.get(place, array), _dtypes.FLOAT32)
-        for place, array in enumerate(arrays[:count])
-    ]
-    sliced = {place: cast for place, cast in casts.items() if place >= count}
-    narrow = [
-        array if _dtype_of(array) is None else lax.stop_gradient(array)
-        for array in (*arrays[:count], *arrays[end:])
-    ]
-    in_float32 = stacks_in_float32(action)
-    made = stackable(made) if in_float32 else made
-    sliced_or_carried = range(count, end + len(made)) if in_float32 else ()
-
-    def step(carried: Sequence[Any], given: tuple[Any, ...]) -> tuple[Any, Any]:
-        slices, made, wides = given
-        made = convert_all(made, [value.dtype for value in plan.inputs[end:]])
-        sources = [*wide, *(wide[slot] for slot in slots)]
-        shared = [
-            array if _dtype_of(array) == _dtype_of(own) else _narrowed(array, own)
-            for array, own in zip(sources, narrow, strict=True)
-        ]
-        taken = [*shared[:count], *carried, *slices, *made, *shared[count:]]
-        pairs = enumerate(zip(taken[:count], wide, strict=True))
-        others = {p: w for p, (own, w) in pairs if _dtype_of(own) != _dtype_of(w)}
-        others.update(zip(sliced, wides, strict=True))
-        results = emitter.run(plan, taken, sliced_or_carried, others)
-        carried = convert_all(results[:num_carry], action.result_dtypes[:num_carry])
-        left = results[num_carry:]
-        return carried, stackable(left) if in_float32 else left
-
-    final, stacked = lax.scan(
-        step,
-        [*arrays[count : count + num_carry]],
-        (arrays[count + num_carry : end], made, [*sliced.values()]),
-        # It may be symbolic, which only slices may have.
-        length=None if end > count + num_carry else params["length"],
-        reverse=params["reverse"],
-        unroll=params["unroll"],
-    )
-    return [*final, *convert_all(stacked, action.result_dtypes[num_carry:])]
 
 
 @emits_programs("while")

@@ -224,8 +224,11 @@ kept = jax.jit(lambda x: with_rule(jax.nn.relu(x)))
         lambda weights, x: jax.lax.scan(
             lambda y, _: (jax.nn.relu(y @ weights), y), x, length=2
         )[0],
+        lambda weights, x: jax.lax.scan(
+            lambda y, z: (jnp.tanh(y @ weights + z @ weights), y), x, x[None]
+        )[0],
     ],
-    ids="float32 jit custom_jvp custom_vjp rules checkpoint scan".split(),
+    ids="float32 jit custom_jvp custom_vjp rules checkpoint scan recurrent".split(),
 )
 def test_arrays_that_a_function_closes_over_are_not_kept_alive(
     function, transform, earlier_objects_left_alone

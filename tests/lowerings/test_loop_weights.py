@@ -1,0 +1,337 @@
+"""Gradients of weights that multiply what a loop carries, made behind the loop back."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compilations import Compilations
+from jax import export, lax
+from jax.sharding import AxisType, PartitionSpec
+from jaxprs import equations, traced
+
+import jamp
+
+pytestmark = pytest.mark.usefixtures("amx")
+
+LENGTH, ROWS, SIZE = 5, 4, 64
+
+autocast = functools.partial(jamp.autocast, device_type="cpu", dtype=jnp.bfloat16)
+
+
+def arrays():
+    rng = np.random.default_rng(0)
+    shapes = [(SIZE, SIZE), (SIZE, SIZE), (SIZE,), (LENGTH, ROWS, SIZE)]
+    return [jnp.float32(0.15 * rng.standard_normal(shape)) for shape in shapes]
+
+
+def recurrent(of_state, **options):
+    """A loop whose states are a function of the last one, weights and slices."""
+
+    def loop(w, u, b, xs):
+        def step(state, x):
+            state = of_state(state, w, u, b, x)
+            return state, state
+
+        return lax.scan(step, xs[0], xs, **options)[1]
+
+    return loop
+
+
+def without_slices(w, u, b, xs):
+    def step(state, _):
+        return jnp.tanh(state @ w + b) @ u, None
+
+    return lax.scan(step, xs[0], None, length=LENGTH)[0]
+
+
+def with_an_integer(w, u, b, xs):
+    def step(carried, x):
+        count, state = carried
+        state = jnp.tanh(x + state @ w + b) / (1 + count)
+        return (count + 1, state), (count, state)
+
+    (_, state), (_, states) = lax.scan(step, (0, xs[0]), xs)
+    return state + states
+
+
+def gated(state, w, u, b, x):
+    """With a gate on one of the products."""
+    return jnp.tanh(x + jax.nn.sigmoid(x + state @ w) * (state @ u + b))
+
+
+def of_layers(cell):
+    """A layer of Flax, whose matrices and biases are some sums."""
+
+    def loop(w, u, b, xs):
+        layer = nn.RNN(cell(SIZE), time_major=True)
+        params = layer.init(jax.random.key(0), xs)
+        own = jax.tree.map(lambda p: p + (w if p.ndim == 2 else b), params)
+        return layer.apply(own, xs)
+
+    return loop
+
+
+LOOPS = {
+    "a product": recurrent(lambda h, w, u, b, x: jnp.tanh(x + h @ w)),
+    "a product and its bias": recurrent(lambda h, w, u, b, x: jnp.tanh(x + h @ w + b)),
+    "a product of both": recurrent(lambda h, w, u, b, x: jnp.tanh(x @ u + h @ w)),
+    "nothing that is added": recurrent(lambda h, w, u, b, x: x * jnp.tanh(h @ w)),
+    "no slices": without_slices,
+    "a gate": recurrent(gated),
+    "an integer beside it": with_an_integer,
+    "a transposed weight": recurrent(lambda h, w, u, b, x: jnp.tanh(x + h @ w.T)),
+    "the weight on the left": recurrent(
+        lambda h, w, u, b, x: jnp.tanh(x + (w @ h.T).T)
+    ),
+    "a weight made in the loop": recurrent(
+        lambda h, w, u, b, x: jnp.tanh(x + h @ jnp.sin(w))
+    ),
+    "one weight twice": recurrent(
+        lambda h, w, u, b, x: jnp.tanh(x + jnp.tanh(h @ w) @ w)
+    ),
+    "a weight that is read elsewhere": recurrent(
+        lambda h, w, u, b, x: jnp.tanh(x + h @ w + (w**2).mean(0))
+    ),
+    "a slice that is read elsewhere": recurrent(
+        lambda h, w, u, b, x: x * jnp.tanh(x + h @ w)
+    ),
+    "backwards": recurrent(lambda h, w, u, b, x: jnp.tanh(x + h @ w), reverse=True),
+    "unrolled": recurrent(lambda h, w, u, b, x: jnp.tanh(x + h @ w), unroll=2),
+    "flax's LSTM": of_layers(nn.OptimizedLSTMCell),
+    "flax's GRU": of_layers(nn.GRUCell),
+}
+
+
+def gradients(fn, argnums=(0, 1, 2, 3)):
+    return jax.grad(lambda *args: jnp.sin(fn(*args)).sum(), argnums)
+
+
+def assert_near(found, wanted, most=2e-2):
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == other.dtype
+        assert jnp.linalg.norm(one - other) <= most * jnp.linalg.norm(other)
+
+
+def products(program):
+    """The shapes of products in loops, and outside of them."""
+    found = [], []
+    loops = [e for e in equations(program) if e.primitive.name == "scan"]
+    inside = {id(e) for loop in loops for e in equations(loop.params["jaxpr"])}
+    for eqn in equations(program):
+        if eqn.primitive.name == "dot_general":
+            found[id(eqn) not in inside].append(eqn.outvars[0].aval.shape)
+    return found
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_no_step_of_the_loop_back_makes_the_gradient_of_a_weight(name):
+    inside, _ = products(traced(gradients(autocast(LOOPS[name])), *arrays()))
+    assert inside and not [shape for shape in inside if min(shape) == SIZE]
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda fn: fn], ids=["compiled", "eager"])
+@pytest.mark.parametrize("name", LOOPS)
+def test_gradients_are_those_of_float32(name, jit):
+    fn = LOOPS[name]
+    assert_near(jit(gradients(autocast(fn)))(*arrays()), gradients(fn)(*arrays()))
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_derivatives_along_a_direction_are_those_of_float32(name):
+    def along(fn):
+        def total(*args):
+            return fn(*args).astype(jnp.float32).sum((0, 1))
+
+        return lambda *args: [jax.jvp(total, args, args)[1]]
+
+    found = jax.jit(along(autocast(LOOPS[name])))(*arrays())
+    assert_near(found, along(LOOPS[name])(*arrays()))
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_second_derivatives_are_those_of_float32(name):
+    def along(fn):
+        return lambda *args: jax.jvp(gradients(fn), args, args)[1]
+
+    found = jax.jit(along(autocast(LOOPS[name])))(*arrays())
+    assert_near(found, along(LOOPS[name])(*arrays()), most=4e-2)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_gradients_of_a_stack_of_loops_are_those_of_each(name):
+    w, *others = arrays()
+    stack = jnp.stack([w, w / 2])
+    fn = jax.jit(jax.vmap(gradients(autocast(LOOPS[name])), in_axes=(0, *[None] * 3)))
+    found = fn(stack, *others)
+    for at in range(2):
+        wanted = gradients(LOOPS[name])(stack[at], *others)
+        assert_near([array[at] for array in found], wanted)
+
+
+STACKS = {
+    "a product": 1,
+    "a product and its bias": 1,
+    "a product of both": 1,
+    "a slice that is read elsewhere": 2,
+    "no slices": 2,
+}
+
+
+@pytest.mark.parametrize("name, count", STACKS.items())
+def test_the_loop_back_stacks_one_gradient_of_what_is_added_up(name, count):
+    """That of a product, for its weight, is that of the slice that is added to it."""
+    program = traced(gradients(autocast(LOOPS[name])), *arrays())
+    *_, back = (e for e in equations(program) if e.primitive.name == "scan")
+    stacks = [v for v in back.outvars if v.aval.shape == (LENGTH, ROWS, SIZE)]
+    assert len(stacks) == count
+
+
+def test_a_weight_that_is_not_trained_has_no_product_behind_the_loop():
+    fn, args = autocast(LOOPS["a gate"]), arrays()
+    every, first, none = (
+        products(traced(gradients(fn, argnums), *args))[1]
+        for argnums in ((0, 1, 3), (0, 3), (3,))
+    )
+    assert [len(every), len(first), len(none)] == [2, 1, 0]
+
+
+def test_weights_in_16_bits_have_gradients_in_16_bits():
+    w, *others = arrays()
+    low = w.astype(jnp.bfloat16)
+    fn = gradients(autocast(LOOPS["a product"]), 0)
+    found = jax.jit(fn)(low, *others)
+    assert found.dtype == jnp.bfloat16
+    wanted = gradients(LOOPS["a product"], 0)(low.astype(jnp.float32), *others)
+    assert_near([found.astype(jnp.float32)], [wanted])
+
+
+def test_a_checkpoint_around_the_loop_has_its_gradients():
+    fn = LOOPS["a gate"]
+    found = jax.jit(gradients(jax.checkpoint(autocast(fn))))(*arrays())
+    again = jax.jit(gradients(autocast(jax.checkpoint(fn))))(*arrays())
+    assert_near(found, gradients(fn)(*arrays()))
+    assert_near(again, gradients(fn)(*arrays()))
+
+
+def test_a_loop_of_unknown_length_can_be_exported_with_its_gradients():
+    *weights, xs = arrays()
+    (length,) = export.symbolic_shape("n")
+    avals = [jax.ShapeDtypeStruct(w.shape, w.dtype) for w in weights]
+    avals.append(jax.ShapeDtypeStruct((length, *xs.shape[1:]), xs.dtype))
+    fn = jax.jit(gradients(autocast(LOOPS["a gate"])))
+    found = export.export(fn)(*avals).call(*weights, xs)
+    assert_near(found, gradients(LOOPS["a gate"])(*weights, xs))
+
+
+@pytest.mark.parametrize("name", ["a product", "a gate"])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shards_of_a_loop_have_its_gradients(name, check_vma):
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    whole, parts = PartitionSpec(), PartitionSpec(None, "data")
+
+    def sharded(fn):
+        return jax.shard_map(
+            fn,
+            mesh=mesh,
+            in_specs=(whole, whole, whole, parts),
+            out_specs=parts,
+            check_vma=check_vma,
+        )
+
+    fn = LOOPS[name]
+    found = jax.jit(gradients(autocast(sharded(fn))))(*arrays())
+    assert_near(found, gradients(fn)(*arrays()))
+
+
+def from_start(of_state):
+    def loop(w, u, b, xs, start):
+        def step(state, x):
+            return of_state(state, w, u, b, x), None
+
+        return lax.scan(step, start, xs)[0]
+
+    return loop
+
+
+SPREAD = {
+    "a product": from_start(lambda h, w, u, b, x: jnp.tanh(x + h @ w)),
+    "a product of both": from_start(lambda h, w, u, b, x: jnp.tanh(x @ u + h @ w)),
+    "a gate": from_start(gated),
+}
+
+
+@pytest.mark.parametrize("name", SPREAD)
+@pytest.mark.parametrize("slices", [None, "data"])
+def test_a_loop_of_arrays_that_are_spread_explicitly_has_its_gradients(name, slices):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+    fn, (*weights, xs) = SPREAD[name], arrays()
+    wanted = gradients(fn)(*weights, xs, xs[0])
+    with jax.set_mesh(mesh):
+        start = jax.device_put(xs[0], PartitionSpec("data"))
+        xs = jax.device_put(xs, PartitionSpec(None, slices))
+        found = jax.jit(gradients(autocast(fn)))(*weights, xs, start)
+    assert_near(found, wanted)
+
+
+def test_eager_gradients_of_a_jitted_loop_compile_nothing_again():
+    compilations, fn = Compilations(), gradients(autocast(jax.jit(LOOPS["a product"])))
+    fn(*arrays())
+    before = compilations.count
+    fn(*arrays())
+    assert compilations.count == before
+
+
+def test_a_loop_that_is_linear_but_for_a_clock_can_be_transposed():
+    w, *_, xs = arrays()
+
+    def loop(x):
+        def step(carried, _):
+            time, state = carried
+            return (time + 0.1, state + jnp.sin(time) * (state @ w)), None
+
+        return lax.scan(step, (0.0, x), None, length=LENGTH)[0][1]
+
+    ones = jnp.ones_like(xs[0])
+    (wanted,) = jax.linear_transpose(loop, xs[0])(ones)
+    (found,) = jax.linear_transpose(autocast(loop), xs[0])(ones)
+    assert_near([found], [wanted])
+
+
+def test_what_several_weights_multiply_is_stacked_once():
+    def gates(h, w, u, b, x):
+        return jnp.tanh(x + h @ w) * jax.nn.sigmoid(x + h @ u)
+
+    program = traced(gradients(autocast(recurrent(gates))), *arrays())
+    behind = [e for e in equations(program) if e.primitive.name == "dot_general"]
+    multiplied = {
+        e.invars[0] for e in behind if e.outvars[0].aval.shape == (SIZE, SIZE)
+    }
+    assert len(multiplied) == 1
+
+
+def test_a_product_much_larger_than_what_the_loop_carries_has_its_gradient_inside():
+    """Those of all steps would take the most memory of the program."""
+    w, _, _, xs = arrays()
+    wide = jnp.tile(w, 16)
+
+    def loop(wide, xs):
+        def step(state, x):
+            return state + jnp.tanh(state @ wide) @ wide.T + x, None
+
+        return lax.scan(step, xs[0], xs)[0]
+
+    inside, _ = products(traced(gradients(autocast(loop), (0, 1)), wide, xs))
+    assert (SIZE, 16 * SIZE) in inside
+
+
+def test_an_eager_gradient_compiles_no_more_again_than_as_written():
+    compilations, counts = Compilations(), []
+    for fn in (LOOPS["a gate"], autocast(LOOPS["a gate"])):
+        for _ in range(2):
+            before = compilations.count
+            gradients(fn)(*arrays())
+        counts.append(compilations.count - before)
+    assert counts[1] <= counts[0]
