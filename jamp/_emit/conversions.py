@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -29,19 +29,27 @@ def convert_all(arrays: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
     ]
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def widened_for(saves: bool, low: Any, wide: Any) -> Any:
     """The cast of an array, whose gradient goes to `wide`, a cast made elsewhere."""
-    del saves
-    return jax.lax.convert_element_type(low, wide.dtype)
+    return _widening(saves)(low, wide)
 
 
-@widened_for.defjvp
-def _widened_for_jvp(saves: bool, primals: Any, tangents: Any) -> tuple[Any, Any]:
-    # Without `wide`, which would be saved; second derivatives go to the array.
-    low, _ = primals
-    found = widened_bits(low) if saves else jax.lax.convert_element_type(low, FLOAT32)
-    return found, tangents[1]
+@cache
+def _widening(saves: bool) -> Any:
+    """One function, and one rule, for all calls: equal programs have the same."""
+
+    @jax.custom_jvp
+    def widened(low: Any, wide: Any) -> Any:
+        return jax.lax.convert_element_type(low, wide.dtype)
+
+    @widened.defjvp
+    def widened_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+        # Without `wide`, which would be saved; second derivatives go to the array.
+        low, _ = primals
+        cast = widened_bits if saves else partial(convert, dtype=FLOAT32)
+        return cast(low), tangents[1]
+
+    return widened
 
 
 def widened_bits(low: Any) -> Any:
@@ -54,19 +62,27 @@ def widened_bits(low: Any) -> Any:
     return jax.lax.reduce_precision(wide, 8, jax.numpy.finfo(low.dtype).nmant)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def with_rounded_gradient(dtype: Any, array: Any) -> Any:
     """The array itself; XLA has to round its gradient to this dtype of 16 bits.
 
     Otherwise it keeps the float32 that the gradient is rounded from for who sums it, as
     the gradient of a bias does, and writes and reads it beside the 16 bits.
     """
-    del dtype
-    return array
+    return _rounding_gradient(dtype)(array)
 
 
-@with_rounded_gradient.defjvp
-def _rounded_gradient_jvp(dtype: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
-    low = jax.lax.convert_element_type(tangents[0], dtype)
-    low = jax.lax.optimization_barrier(low)
-    return primals[0], jax.lax.convert_element_type(low, primals[0].dtype)
+@cache
+def _rounding_gradient(dtype: Any) -> Any:
+    """One function, and one rule, for all calls."""
+
+    @jax.custom_jvp
+    def with_rounded_gradient(array: Any) -> Any:
+        return array
+
+    @with_rounded_gradient.defjvp
+    def rounded_gradient_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+        low = jax.lax.convert_element_type(tangents[0], dtype)
+        low = jax.lax.optimization_barrier(low)
+        return primals[0], jax.lax.convert_element_type(low, primals[0].dtype)
+
+    return with_rounded_gradient

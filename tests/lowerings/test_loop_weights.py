@@ -276,8 +276,9 @@ def test_a_loop_of_arrays_that_are_spread_explicitly_has_its_gradients(name, sli
     assert_near(found, wanted)
 
 
-def test_eager_gradients_of_a_jitted_loop_compile_nothing_again():
-    compilations, fn = Compilations(), gradients(autocast(jax.jit(LOOPS["a product"])))
+@pytest.mark.parametrize("name", ["a product", "a gate", "flax's LSTM"])
+def test_eager_gradients_of_a_jitted_loop_compile_nothing_again(name):
+    compilations, fn = Compilations(), gradients(autocast(jax.jit(LOOPS[name])))
     fn(*arrays())
     before = compilations.count
     fn(*arrays())

@@ -73,6 +73,19 @@ jitted = jax.jit(relus)
 with_a_cast = jax.jit(lambda x: (x @ x).astype(jnp.float32) @ x)
 closing_over = jax.jit(lambda x: jax.nn.softmax(x @ W))
 checkpointed = jax.checkpoint(relus)
+
+
+@jax.jit
+def of_float32(x):
+    return jnp.sin(x @ x) * x
+
+
+@jax.jit
+def read_by_several(x):
+    y = x @ x
+    return jnp.sin(y) @ x + jnp.exp(y) @ x
+
+
 MADE_ONCE = {
     "plain": lambda x: jax.nn.softmax(x @ x),
     "relu": relus,
@@ -82,6 +95,8 @@ MADE_ONCE = {
     "jit that closes over arrays": closing_over,
     "jit beside what is closed over": lambda x: jitted(x) @ W,
     "jit of rules": jax.jit(lambda x: with_rules(with_rules(x))),
+    "jit of a function in float32": of_float32,
+    "jit of a value that several read": read_by_several,
     "checkpoint": checkpointed,
     "scan": lambda x: jax.lax.scan(step, x, jnp.stack([x, x]))[0],
     "cond": lambda x: jax.lax.cond(x[0, 0] > 2, relus, jitted, x),
