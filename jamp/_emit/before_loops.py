@@ -46,7 +46,8 @@ _ADDED = 8 if MOVES_BFLOAT16_AS_FLOAT32 else 4
 _ADDED_ALONE = 64 if MOVES_BFLOAT16_AS_FLOAT32 else 4
 _ADDED_ALWAYS = 64 if MOVES_BFLOAT16_AS_FLOAT32 else 32
 # The most numbers that are made before a loop, for each number of its slices; and that
-# it takes to be perturbed alone, for each of what it carries, too.
+# it takes to be perturbed alone, for each of these and of what it carries. Stacks of
+# float32 that nothing else needs take longer than they save.
 _MOST = 4
 _ELEMENTWISE = _primitives.OF_ONE_DTYPE | _primitives.ARRANGING
 _BENDING = _primitives.TRANSCENDENTAL | {"custom_jvp_call", "max", "min"}
@@ -59,13 +60,31 @@ class Split(NamedTuple):
       before: makes products of the loop's constants and of one slice of each stack.
       within: makes the rest, and is handed these products after the slices.
       always: whether this takes less time where no gradient is taken, too.
-      behind: the rest where a gradient is taken, if some of that is made behind it.
+      consts: the constants of the loop.
+      slices: what comes in, and after that these products.
+      recurrent: products whose weights' gradients may be made behind the loop.
     """
 
     before: Plan
     within: Plan
     always: bool
-    behind: Behind | None
+    consts: Values
+    slices: Values
+    recurrent: Sequence[Recurrent]
+
+    def behind(self, perturbed: Collection[int]) -> Behind | None:
+        """The loop where a gradient is taken, if some of that is made behind it.
+
+        Args:
+          perturbed: the places of the slices with gradients.
+        """
+        made = len(self.slices) - len(self.before.results)
+        given = {*perturbed, *range(made, len(self.slices))}
+        plan, first = self.within, len(self.consts)
+        entering = plan.inputs[first : len(plan.inputs) - len(self.before.results)]
+        gains = bool(given) or not MOVES_BFLOAT16_AS_FLOAT32
+        most = _MOST * sum(map(_size, entering)) if gains else 0
+        return made_behind(plan, self.consts, self.slices, given, self.recurrent, most)
 
     def stacked(
         self,
@@ -120,11 +139,8 @@ def split(action: Structural) -> Split | None:
         plan, inputs=[*plan.inputs, *made], actions=needed(rest, plan.results)
     )
     always = bool(made) and steps.gain_always
-    entering = sum(map(_size, [*carried, *slices]))
-    behind = made_behind(
-        within, plan.inputs[:consts], [*slices, *made], recurrent, _MOST * entering
-    )
-    return Split(before, within, always, behind)
+    slices = [*slices, *made]
+    return Split(before, within, always, plan.inputs[:consts], slices, recurrent)
 
 
 def differentiated_as(

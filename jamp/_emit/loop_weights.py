@@ -6,7 +6,7 @@ All steps together it is one product.
 """
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -103,6 +103,7 @@ def made_behind(
     plan: Plan,
     consts: Values,
     slices: Values,
+    perturbed: Collection[int],
     recurrent: Sequence[Recurrent],
     most: int,
 ) -> Behind | None:
@@ -112,10 +113,11 @@ def made_behind(
       plan: of the loop.
       consts: its constants, which are the first of its inputs.
       slices: what comes in, which are the last of them.
+      perturbed: the places of those that have gradients.
       recurrent: the products.
       most: how many numbers each step may take that are there to be perturbed alone.
     """
-    moving = _Moving(plan, consts, slices, most)
+    moving = _Moving(plan, consts, slices, perturbed, most)
     for product in recurrent:
         moving.add(product)
     return moving.behind() if moving.products else None
@@ -124,14 +126,21 @@ def made_behind(
 class _Moving:
     """Products whose changes are made outside of a loop, one after the other."""
 
-    def __init__(self, plan: Plan, consts: Values, slices: Values, most: int) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        consts: Values,
+        slices: Values,
+        perturbed: Collection[int],
+        most: int,
+    ) -> None:
         self.products: list[Moved] = []
         self._plan = plan
         self._consts = consts
         self._left = most
         self._gradients = SameGradients(plan)
-        of_slices = map(self._gradients.of, slices)
-        self._carriers = {found: place for place, found in enumerate(of_slices)}
+        of_slices = {place: self._gradients.of(slices[place]) for place in perturbed}
+        self._carriers = {found: place for place, found in of_slices.items()}
         self._slices = len(slices)
         self._instead: dict[Action, list[Action]] = {}
         # What products multiply, by number, with its place.

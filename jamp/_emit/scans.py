@@ -30,7 +30,7 @@ def emit_scan(
     (plan,), parts, loop = action.plans, split(action), _Loop.of(action)
     if parts is None:
         return loop.run(emitter, plan, arrays)
-    if parts.always and parts.behind is None:
+    if parts.always and not parts.recurrent:
         return _SplitScan(emitter, loop, parts).run(arrays)
     current = emitter_of(emitter)
 
@@ -202,11 +202,11 @@ class _SplitScan(NamedTuple):
         self, arrays: Arrays, tangents: Mapping[int, Any]
     ) -> tuple[Arrays, Any]:
         """The results and their tangents, from those of arrays by their places."""
-        behind = self.parts.behind
+        first, end = self.loop.first_slice, self.loop.first_cast
+        behind = self.parts.behind([p - first for p in tangents if first <= p < end])
         if behind is not None and not _is_spread(behind):
             # Of constants, and of their casts.
-            first, end = self.loop.first_cast, self.loop.first_cast + len(arrays)
-            places = [*range(self.loop.consts), *range(first, end)]
+            places = [*range(self.loop.consts), *range(end, len(arrays))]
             changing = [
                 product
                 for product in behind.products
@@ -235,11 +235,7 @@ class _SplitScan(NamedTuple):
         runs first, and then what is linear of it.
         """
         first, slices = self.loop.first_slice, self.loop.slices
-        # What a change enters with is perturbed, if by nothing else.
-        carriers = [first + p.carrier for p in changing if p.carrier < slices]
-        own = {place: jnp.zeros_like(arrays[place]) for place in carriers}
-        own |= tangents
-        places, changes = [*own], [*own.values()]
+        places, changes = [*tangents], [*tangents.values()]
         perturbed = [arrays[place] for place in places]
 
         def prepared(*given: Any) -> tuple[Any, Any]:

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxprs import equations, traced
 
 import jamp
+from jamp._lowerings.releases import MOVES_BFLOAT16_AS_FLOAT32
 
 pytestmark = pytest.mark.usefixtures("amx")
 
@@ -126,7 +127,11 @@ def products(program):
     return found
 
 
-@pytest.mark.parametrize("name", LOOPS)
+# Before JAX 0.11.2 a stack for it alone, in float32, takes longer than it saves.
+MADE_BEHIND = {*LOOPS} - ({"no slices"} if MOVES_BFLOAT16_AS_FLOAT32 else set())
+
+
+@pytest.mark.parametrize("name", sorted(MADE_BEHIND))
 def test_no_step_of_the_loop_back_makes_the_gradient_of_a_weight(name):
     inside, _ = products(traced(gradients(autocast(LOOPS[name])), *arrays()))
     assert inside and not [shape for shape in inside if min(shape) == SIZE]
@@ -139,6 +144,7 @@ def test_gradients_are_those_of_float32(name, jit):
     assert_near(jit(gradients(autocast(fn)))(*arrays()), gradients(fn)(*arrays()))
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("name", LOOPS)
 def test_derivatives_along_a_direction_are_those_of_float32(name):
     def along(fn):
@@ -160,6 +166,7 @@ def test_second_derivatives_are_those_of_float32(name):
     assert_near(found, along(LOOPS[name])(*arrays()), most=4e-2)
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("name", LOOPS)
 def test_gradients_of_a_stack_of_loops_are_those_of_each(name):
     w, *others = arrays()
@@ -176,7 +183,6 @@ STACKS = {
     "a product and its bias": 1,
     "a product of both": 1,
     "a slice that is read elsewhere": 2,
-    "no slices": 2,
 }
 
 
@@ -196,6 +202,16 @@ def test_a_weight_that_is_not_trained_has_no_product_behind_the_loop():
         for argnums in ((0, 1, 3), (0, 3), (3,))
     )
     assert [len(every), len(first), len(none)] == [2, 1, 0]
+
+
+def test_a_slice_that_has_no_gradient_gets_none_for_the_weight():
+    """In float32 it would take more than what is there for the weight alone."""
+    if MOVES_BFLOAT16_AS_FLOAT32:
+        pytest.skip("stacks are float32 there")
+    program = traced(gradients(autocast(LOOPS["a product"]), 0), *arrays())
+    *_, back = (e for e in equations(program) if e.primitive.name == "scan")
+    (stack,) = [v.aval for v in back.outvars if v.aval.shape == (LENGTH, ROWS, SIZE)]
+    assert stack.dtype == jnp.bfloat16
 
 
 def test_weights_in_16_bits_have_gradients_in_16_bits():
