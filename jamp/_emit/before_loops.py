@@ -46,8 +46,7 @@ _ADDED = 8 if MOVES_BFLOAT16_AS_FLOAT32 else 4
 _ADDED_ALONE = 64 if MOVES_BFLOAT16_AS_FLOAT32 else 4
 _ADDED_ALWAYS = 64 if MOVES_BFLOAT16_AS_FLOAT32 else 32
 # The most numbers that are made before a loop, for each number of its slices; and that
-# it takes to be perturbed alone, for each of these and of what it carries. Stacks of
-# float32 that nothing else needs take longer than they save.
+# it takes to be perturbed alone, for each of these and of what it carries.
 _MOST = 4
 _ELEMENTWISE = _primitives.OF_ONE_DTYPE | _primitives.ARRANGING
 _BENDING = _primitives.TRANSCENDENTAL | {"custom_jvp_call", "max", "min"}
@@ -82,6 +81,7 @@ class Split(NamedTuple):
         given = {*perturbed, *range(made, len(self.slices))}
         plan, first = self.within, len(self.consts)
         entering = plan.inputs[first : len(plan.inputs) - len(self.before.results)]
+        # A stack of float32 that nothing else needs takes longer than it saves.
         gains = bool(given) or not MOVES_BFLOAT16_AS_FLOAT32
         most = _MOST * sum(map(_size, entering)) if gains else 0
         return made_behind(plan, self.consts, self.slices, given, self.recurrent, most)
