@@ -19,7 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 from jamp import _primitives
 from jamp._compat import scan_counts
 from jamp._dtypes import size_of
-from jamp._emit.loop_weights import Behind, Recurrent, made_behind
+from jamp._emit.loop_weights import Behind, ByMatrix, made_behind
 from jamp._emit.recurring import MADE_OF
 from jamp._equations import contracted, nested
 from jamp._lowerings.hook import has_own_product
@@ -69,7 +69,7 @@ class Split(NamedTuple):
     always: bool
     consts: Values
     slices: Values
-    recurrent: Sequence[Recurrent]
+    recurrent: Sequence[ByMatrix]
 
     def behind(self, perturbed: Collection[int]) -> Behind | None:
         """The loop where a gradient is taken, if some of that is made behind it.
@@ -168,14 +168,6 @@ def differentiated_as(
     return function
 
 
-class _Sizes(NamedTuple):
-    """Of a product of rows and a matrix."""
-
-    rows: int
-    added: int  # how many numbers are added up to one
-    matrix: int  # the place of the matrix
-
-
 class _Steps:
     """What the steps of a loop are made of, by the numbers of values."""
 
@@ -191,7 +183,7 @@ class _Steps:
         self._products: set[int] = set()
         # What is not made before the loop, although nothing carried is in it.
         self._fixed: set[int] = set()
-        self._recurrent: list[Recurrent] = []
+        self._recurrent: list[ByMatrix] = []
         # Whether products made before it take less time without a gradient, too.
         self.gain_always = True
         # What steps read that make no product of these.
@@ -215,7 +207,7 @@ class _Steps:
                 found[value.number] = value
         return [*found.values()]
 
-    def recurrent(self) -> list[Recurrent]:
+    def recurrent(self) -> list[ByMatrix]:
         """Products of what is carried with matrices of constants, of a few rows.
 
         A loop that is linear in them may be transposed, as a function with a rule may
@@ -247,38 +239,19 @@ class _Steps:
         if _reads(step, self._products):
             return self._products if _adds_bias(step) else self._fixed
         if _reads(step, self._sliced):
-            sizes = self._multiplied(step, self._sliced)
-            if sizes and _gains(sizes, self._added):
-                self.gain_always &= _gains(sizes, _ADDED_ALWAYS)
+            product = _multiplying(step, self._sliced)
+            if product and _gains(product, self._added):
+                self.gain_always &= _gains(product, _ADDED_ALWAYS)
                 return self._products
             moves = isinstance(step, Cast) or step.name in _primitives.MOVEMENT
             return self._sliced if moves else self._fixed
         return None
 
     def _add_recurrent(self, step: Action) -> None:
-        sizes = self._multiplied(step, self._carried)
+        product = _multiplying(step, self._carried)
         others = self._sliced | self._products | self._fixed
-        if sizes and not _reads(step, others) and _gains(sizes, self._added):
-            assert isinstance(step, Bind)  # noqa: S101
-            self._recurrent.append(Recurrent(step, sizes.matrix))
-
-    def _multiplied(self, step: Action, moving: Collection[int]) -> _Sizes | None:
-        """The sizes of a product of something that moves and of a matrix."""
-        if not isinstance(step, Bind) or step.name != "dot_general":
-            return None
-        if not step.operand_dtypes or not has_own_product(
-            step.name, step.operand_dtypes
-        ):
-            return None
-        factors = step.operands[:2]
-        places = [at for at, v in enumerate(factors) if v.number in moving]
-        if len(places) != 1:
-            return None
-        shape = factors[places[0]].aval.shape
-        if not all(isinstance(n, int) for n in (*shape, *step.results[0].aval.shape)):
-            return None
-        added = math.prod(contracted(step.eqn))
-        return _Sizes(math.prod(shape) // max(added, 1), added, 1 - places[0])
+        if product and not _reads(step, others) and _gains(product, self._added):
+            self._recurrent.append(product)
 
     def _meets_carry(self, product: Value) -> bool:
         """Whether a product is added, or the like, to what comes from the carry.
@@ -301,9 +274,26 @@ class _Steps:
         return False
 
 
-def _gains(sizes: _Sizes, least: int) -> bool:
+def _multiplying(step: Action, moving: Collection[int]) -> ByMatrix | None:
+    """A product of something that moves and of a matrix, both of known sizes."""
+    if not isinstance(step, Bind) or step.name != "dot_general":
+        return None
+    if not step.operand_dtypes or not has_own_product(step.name, step.operand_dtypes):
+        return None
+    factors = step.operands[:2]
+    places = [at for at, value in enumerate(factors) if value.number not in moving]
+    if len(places) != 1:
+        return None
+    product = ByMatrix(step, places[0])
+    sizes = *product.multiplied.aval.shape, *step.results[0].aval.shape
+    return product if all(isinstance(n, int) for n in sizes) else None
+
+
+def _gains(product: ByMatrix, least: int) -> bool:
     """Whether a product of few rows takes less time with those of all steps."""
-    return sizes.rows <= _MOST_ROWS and sizes.added >= least * sizes.rows
+    added: int = math.prod(contracted(product.action.eqn))
+    rows: int = math.prod(product.multiplied.aval.shape) // max(added, 1)
+    return rows <= _MOST_ROWS and added >= least * rows
 
 
 def _numbers(values: Iterable[Value]) -> set[int]:

@@ -19,8 +19,8 @@ from jamp._plan.plan import Action, Bind, Cast, Float32Call, Plan, needed
 from jamp._plan.values import Value, Values
 
 
-class Recurrent(NamedTuple):
-    """A product of what a loop carries and a matrix of its constants."""
+class ByMatrix(NamedTuple):
+    """A product of what moves from step to step of a loop and of a matrix."""
 
     action: Bind
     place: int  # of the matrix, among the factors
@@ -104,7 +104,7 @@ def made_behind(
     consts: Values,
     slices: Values,
     perturbed: Collection[int],
-    recurrent: Sequence[Recurrent],
+    recurrent: Sequence[ByMatrix],
     most: int,
 ) -> Behind | None:
     """A loop of which some products take their weights' gradients from outside.
@@ -138,7 +138,7 @@ class _Moving:
         self._plan = plan
         self._consts = consts
         self._left = most
-        self._gradients = SameGradients(plan)
+        self._gradients = _SameGradients(plan)
         of_slices = {place: self._gradients.of(slices[place]) for place in perturbed}
         self._carriers = {found: place for place, found in of_slices.items()}
         self._slices = len(slices)
@@ -149,7 +149,7 @@ class _Moving:
         self._constants: list[Value] = []
         self._added: list[Value] = []
 
-    def add(self, product: Recurrent) -> None:
+    def add(self, product: ByMatrix) -> None:
         """Moves a product, unless it would need too large a slice of its own."""
         (result,) = product.action.results
         own = [_like(value) for value in product.matrices]
@@ -216,7 +216,7 @@ def _like(value: Value) -> Value:
     return other
 
 
-class SameGradients:
+class _SameGradients:
     """Which values of a program have one gradient, because they are only added up."""
 
     def __init__(self, plan: Plan) -> None:
