@@ -83,6 +83,7 @@ def define(
     gradient: Operation,
     reads_as_is: Callable[..., bool] = lambda *_, **__: False,
     is_in_float32: Callable[..., bool] = lambda *_, **__: False,
+    rounds_parts: Callable[..., bool] = lambda *_, **__: False,
 ) -> tuple[Primitive, Primitive]:
     """A product like one of JAX's, and the same for casts of weights.
 
@@ -96,7 +97,10 @@ def define(
         that number, the cotangent of the result, the operands and the parameters.
       reads_as_is: whether on CPUs one of the operands is worth no cast for this product
         alone, from its number, the operands and the parameters.
-      is_in_float32: whether on CPUs it is in float32 anyway, from the same.
+      is_in_float32: whether on CPUs it is in float32 anyway, from the operands and the
+        parameters.
+      rounds_parts: whether on CPUs it rounds one of the operands itself, part by part,
+        from its number, the operands and the parameters.
     """
 
     def abstract_eval(*avals: Any, **params: Any) -> Any:
@@ -122,7 +126,8 @@ def define(
     of_any, product = (like(of_jax, abstract_eval) for _ in range(2))
     on_cpus = (partial(run_on_cpu, whole) for whole in (False, True))
     register(of_any, partial(_run, of_jax), *on_cpus)
-    lower = partial(lower_reversed, partial(lower_unrounded, of_any, is_in_float32))
+    unrounded = partial(lower_unrounded, of_any, is_in_float32, rounds_parts)
+    lower = partial(lower_reversed, unrounded)
     mlir.register_lowering(product, lower, cacheable=False)
     define_rules(product, product)
     of_weights, differentiated = (like(of_jax, abstract_eval) for _ in range(2))

@@ -61,6 +61,8 @@ _LEAST_IN_TILES = 128
 # Of fewer features of the result, phases take longer than moving its tiles.
 _LEAST_PHASED = 16
 
+_Form = Callable[[Any, Any, ConvParams, Sequence[int], DType], Any]
+
 
 def _convolve_on_cpu(
     lhs: Any, rhs: Any, taken: Taken, params: Mapping[str, Any]
@@ -71,16 +73,32 @@ def _convolve_on_cpu(
     they were. Weights are: they may be stored so.
     """
     conv, to = ConvParams.of(params), params["preferred_element_type"]
-    sizes = [*lhs.shape, *rhs.shape]
-    known = all(isinstance(size, int) and size > 0 for size in sizes)
     # On several devices each would take patches of all pictures.
-    parts = taken.whole and this_processor().of_x86
-    if lhs.dtype == BFLOAT16 and parts and known:
+    if lhs.dtype == BFLOAT16 and taken.whole and _may_be_parts(lhs, rhs):
         if all(d == 1 for d in conv.lhs_dilation):
             return _convolved(lhs, rhs, conv, to, taken.wide[0])
         if all(s == 1 for s in (*conv.window_strides, *conv.rhs_dilation)):
             return _by_phases(lhs, rhs, conv, to)
     return _by_xla(taken.wide[0], rhs, conv, to, params["out_sharding"])
+
+
+def _may_be_parts(lhs: Any, rhs: Any) -> bool:
+    sizes = [*lhs.shape, *rhs.shape]
+    known = all(isinstance(size, int) and size > 0 for size in sizes)
+    return known and this_processor().of_x86
+
+
+def _rounds_parts(
+    place: int, lhs: Any, rhs: Any, *, dtype: DType, **params: Any
+) -> bool:
+    """Whether a convolution rounds its pictures itself, as it makes patches of them."""
+    if MOVES_BFLOAT16_AS_FLOAT32 or dtype != BFLOAT16 or place != 0:
+        return False
+    conv = ConvParams.of(params)
+    if any(d != 1 for d in conv.lhs_dilation) or not _may_be_parts(lhs, rhs):
+        return False
+    outs = _out_sizes(lhs, rhs, conv)
+    return _are_of_slices(_form_of(lhs, rhs, conv, outs), rhs, conv, outs)
 
 
 def _convolved(lhs: Any, rhs: Any, conv: ConvParams, to: DType, wide: Any) -> Any:
@@ -91,20 +109,24 @@ def _convolved(lhs: Any, rhs: Any, conv: ConvParams, to: DType, wide: Any) -> An
         return _by_xla(wide, rhs, conv, to)
     if form not in (_with_features_last, _with_sums_first):
         return form(wide, rhs, conv, outs, to)
-    counted = window_sizes(rhs, conv) if form is _with_features_last else outs
-    if math.prod(counted) == 1:
-        pictures = lhs
-    else:
-        # Pictures are rounded part by part: XLA would write them all, twice if they are
-        # padded in two ways. Where it moves 16 bits as float32, it rounds them all
-        # anyway.
-        pictures = rounded(wide) if MOVES_BFLOAT16_AS_FLOAT32 else wide
+    if not _are_of_slices(form, rhs, conv, outs):
+        return form(lhs, rhs, conv, outs, to)
+    # Pictures are rounded part by part: XLA would write them all, twice if they are
+    # padded in two ways. Where it moves 16 bits as float32, it rounds them all anyway.
+    pictures = rounded(lhs) if MOVES_BFLOAT16_AS_FLOAT32 else wide
     return form(pictures, rhs, conv, outs, to)
 
 
-def _form_of(
-    lhs: Any, rhs: Any, conv: ConvParams, outs: Sequence[int]
-) -> Callable[[Any, Any, ConvParams, Sequence[int], DType], Any] | None:
+def _are_of_slices(
+    form: _Form | None, rhs: Any, conv: ConvParams, outs: Sequence[int]
+) -> bool:
+    """Whether a form makes patches of several slices of the pictures."""
+    if form is _with_features_last:
+        return math.prod(window_sizes(rhs, conv)) > 1
+    return form is _with_sums_first and math.prod(outs) > 1
+
+
+def _form_of(lhs: Any, rhs: Any, conv: ConvParams, outs: Sequence[int]) -> _Form | None:
     """What computes a convolution without a dilated left operand, if not XLA."""
     window, places = math.prod(window_sizes(rhs, conv)), math.prod(outs)
     if places and is_depthwise(lhs, rhs, conv) and window <= _MOST_SLICES:
@@ -323,5 +345,8 @@ def _gradient(place: int, cotangent: Any, lhs: Any, rhs: Any, **params: Any) -> 
 
 
 convolution_p, convolution_of_weights_p = define(
-    lax.conv_general_dilated_p, _convolve_on_cpu, _gradient
+    lax.conv_general_dilated_p,
+    _convolve_on_cpu,
+    _gradient,
+    rounds_parts=_rounds_parts,
 )

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import func
 from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
 from jamp._lowerings.own_primitives import (
     has_whole_arrays,
+    is_argument,
     is_for_one_device,
     is_on_cpu,
     made_by,
@@ -136,11 +136,7 @@ def _users(cast: Value, argument: Value) -> list[ir.Operation]:
     """Users of an argument of the whole program, if nothing has read this cast yet."""
     if next(iter(cast.uses), None) is not None:
         return []
-    if not (isinstance(argument, ir.BlockArgument) and isinstance(cast, ir.OpResult)):
-        return []
-    # Any other function or block may be the body of a loop.
-    around = argument.owner.owner
-    if not (isinstance(around, func.FuncOp) and around.sym_name.value == "main"):
+    if not (is_argument(argument) and isinstance(cast, ir.OpResult)):
         return []
     users = (use.owner.operation for use in islice(argument.uses, _MOST_USERS))
     # Each branch has a cast.

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.extend.core import JaxprEqn, Primitive, Var, jaxpr_as_fun
 from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import func
 from jax.interpreters import ad, batching, mlir, xla
 
 from jamp._equations import replaced
@@ -74,6 +75,17 @@ def made_by(value: Any, *names: str) -> Any:
     if isinstance(value, ir.OpResult) and value.owner.name in names:
         return value.owner
     return None
+
+
+def is_argument(value: Any) -> bool:
+    """Whether a value is an argument of the whole program.
+
+    Those of any other function or block may be a loop's.
+    """
+    if not isinstance(value, ir.BlockArgument):
+        return False
+    around = value.owner.owner
+    return isinstance(around, func.FuncOp) and around.sym_name.value == "main"
 
 
 def missing(eqn: JaxprEqn, present: Sequence[bool]) -> list[Any]:

@@ -1,6 +1,8 @@
-"""Operands of products in float32, read as they were before they were rounded for them.
+"""Operands of products, read as they were before they were rounded for them.
 
 On CPUs XLA rounds to 16 bits in a pass of its own, and widens what it gets in another.
+A product in float32 needs neither, and one that takes its operands in parts can round
+each part when it reads it.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +17,7 @@ from jax.interpreters import mlir
 from jamp._dtypes import FLOAT32, in_dtype
 from jamp._lowerings.own_primitives import (
     has_whole_arrays,
+    is_argument,
     is_on_cpu,
     made_by,
 )
@@ -25,6 +28,7 @@ _CONVERT = "stablehlo.convert"
 def lower_unrounded(
     product: Primitive,
     is_in_float32: Callable[..., bool],
+    rounds_parts: Callable[..., bool],
     ctx: mlir.LoweringRuleContext,
     *operands: Any,
     rounded: tuple[int, ...],
@@ -32,18 +36,31 @@ def lower_unrounded(
 ) -> Any:
     """Lowers a product; one in float32 takes the float32 that its operands were.
 
-    This depends on what is around it, so that JAX can't keep it for others like it.
+    One that rounds part by part takes arguments of the program so, which are there
+    anyway, unless what they are rounded to has been read. This depends on what is
+    around it, so that JAX can't keep it for others like it.
     """
     taken, avals = [*operands], [*ctx.avals_in]
     on_cpu = bool(rounded) and is_on_cpu(ctx) and has_whole_arrays(ctx)
-    as_they_were = on_cpu and is_in_float32(*avals[:2], **params)
-    for place in rounded if as_they_were else ():
+    pair = avals[:2]
+    any_float32 = on_cpu and is_in_float32(*pair, **params)
+    for place in rounded if on_cpu else ():
         wide = _before_cast(operands[place])
-        if wide is not None:
+        if wide is None:
+            continue
+        if any_float32 or (
+            is_argument(wide)
+            and not _is_read(operands[place])
+            and rounds_parts(place, *pair, **params)
+        ):
             taken[place], avals[place] = wide, in_dtype(avals[place], FLOAT32)
     # What is known of operands makes no difference to the product itself.
     program = _program_of(product, avals, {**params, "rounded": ()})
     return _lowered(program, ctx, taken)
+
+
+def _is_read(value: Any) -> bool:
+    return next(iter(value.uses), None) is not None
 
 
 def _before_cast(value: Any) -> Any:

@@ -13,6 +13,7 @@ from products import assert_equal_derivatives, cast
 import jamp
 from jamp._dtypes import BFLOAT16, FLOAT32
 from jamp._lowerings import convolution, patches, places, slices
+from jamp._lowerings.releases import MOVES_BFLOAT16_AS_FLOAT32
 
 # They take the forms of others, along other dimensions or from other places.
 VARIED = re.compile("channels first|mixed orders|1D|3D|padd|dilated")
@@ -146,6 +147,29 @@ def test_training_a_convolution_takes_less_memory_than_in_float32(monkeypatch):
 
     wide = temporary_bytes(jax.grad(loss), w, x)
     assert temporary_bytes(jax.grad(cast(loss)), w, x) < wide
+
+
+@pytest.mark.skipif(
+    MOVES_BFLOAT16_AS_FLOAT32, reason="XLA rounds whole pictures on this release"
+)
+@pytest.mark.parametrize(
+    ("made", "written"),
+    [(lambda x: x, False), (jnp.tanh, True)],
+    ids=["an argument", "made by the program"],
+)
+@pytest.mark.usefixtures("amx")
+def test_pictures_that_are_there_anyway_are_not_written_in_16_bits(
+    made, written, monkeypatch
+):
+    monkeypatch.setattr(slices, "_MOST_BYTES_WITH_AMX", 2**20)
+    x, w = jnp.ones((8, 32, 32, 64)), jnp.ones((3, 3, 64, 128))
+
+    def loss(w, x):
+        y = lax.conv_general_dilated(made(x), w, (2, 2), "SAME", dimension_numbers=NHWC)
+        return jnp.mean(y.astype(jnp.float32) ** 2)
+
+    compiled = jax.jit(jax.grad(cast(loss))).lower(w, x).compile()
+    assert ("bf16[8,32,32,64]" in compiled.as_text()) == written
 
 
 @pytest.mark.usefixtures("amx")
