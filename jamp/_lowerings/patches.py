@@ -66,7 +66,7 @@ def by_windows(
     the pictures is multiplied with all rows of the window, and what belongs together is
     added up. At a time it is those of some pictures, or of some rows of one.
     """
-    (batch, _, *spatial), (out, into, *window), out_spec = conv.dimension_numbers
+    (batch, *_), (out, into, *window), out_spec = conv.dimension_numbers
     windows = window_sizes(rhs, conv)
     steps = steps_of(lhs, conv, outs, conv.window_strides, windows, conv.rhs_dilation)
     if math.prod(windows) == 1:
@@ -81,22 +81,28 @@ def by_windows(
     reach = _extra_rows(steps[0]) if by_rows else 0
     pictures = part_of(lhs.shape[batch], (outs[0] + reach) * each)
     size = outs[0] if pictures > 1 else _rows_at_once(outs[0], each, reach)
+    multiply = partial(
+        _multiply_rows if by_rows else _multiply_windows,
+        weights=weights,
+        conv=conv,
+        to=to,
+    )
 
-    def convolve(some: Any) -> Any:
-        folded, (first, *others) = _folded(rounded(some), conv, steps)
-        taken = folded.shape[spatial[0]] - (outs[0] - size) * first.stride
-        multiply = partial(
-            _multiply_rows if by_rows else _multiply_windows,
-            weights=weights,
-            conv=conv,
-            steps=[first._replace(size=size), *others],
-            to=to,
-        )
-        some_rows = outs[0] // size, size * first.stride, taken
-        return _in_parts(multiply, folded, some_rows, spatial[0], out_spec[2])
+    def fold(lhs: Any, at: Any) -> tuple[Any, list[Steps]]:
+        some = _part(lhs, at * pictures, pictures, batch)
+        return _folded(rounded(some), conv, steps)
 
-    some_pictures = lhs.shape[batch] // pictures, pictures, pictures
-    return _in_parts(convolve, lhs, some_pictures, batch, out_spec[0])
+    def of_rows(folded: Any, steps: list[Steps], at: Any) -> Any:
+        first, *others = steps
+        taken = folded.shape[first.dim] - (outs[0] - size) * first.stride
+        some = _part(folded, at * size * first.stride, taken, first.dim)
+        return as_bits(multiply(some, steps=[first._replace(size=size), *others]))
+
+    parts = lhs.shape[batch] // pictures, outs[0] // size
+    if math.prod(parts) == 1:
+        return from_bits(of_rows(*fold(lhs, 0), 0))
+    results = _in_parts(fold, of_rows, lhs, parts)
+    return from_bits(merged(results, (out_spec[0], out_spec[2])))
 
 
 def _are_by_rows(rhs: Any, conv: ConvParams, rows: Steps) -> bool:
@@ -139,30 +145,39 @@ def _rows_at_once(rows: int, each: int, reach: int) -> int:
 
 
 def _in_parts(
-    fn: Callable[[Any], Any],
-    array: Any,
-    parts: tuple[int, int, int],
-    axis: int,
-    out_axis: int,
+    fold: Callable[[Any, Any], tuple[Any, list[Steps]]],
+    of_rows: Callable[[Any, list[Steps], Any], Any],
+    lhs: Any,
+    parts: tuple[int, int],
 ) -> Any:
-    """A function of an array in parts: so many, from one to the next, of a size."""
-    count, step, size = parts
-    if count == 1:
-        return fn(array)
+    """The results of so many pictures at a time, and of so many of their rows.
 
-    def of_part(array: Any, part: Any) -> Any:
-        some = lax.dynamic_slice_in_dim(array, part * step, size, axis)
-        return as_bits(fn(some))
+    All are written into one array, or XLA would write those of a picture twice.
+    """
+    one = jax.eval_shape(lambda lhs: of_rows(*fold(lhs, 0), 0), lhs)
+    lhs, zeros = zeros_after(lhs, (*parts, *one.shape), one.dtype)
 
-    one = jax.eval_shape(of_part, array, 0)
-    array, zeros = zeros_after(array, (count, *one.shape), one.dtype)
+    def write_some(some: Any, results: Any) -> Any:
+        folded, steps = fold(lhs, some)
 
-    def write(part: Any, results: Any) -> Any:
-        result = of_part(array, part)
-        return lax.dynamic_update_index_in_dim(results, result, part, 0)
+        def write(row: Any, results: Any) -> Any:
+            result = lax.expand_dims(of_rows(folded, steps, row), (0, 1))
+            first = some, row, *[0] * one.ndim
+            return lax.dynamic_update_slice(results, result, first)
 
-    results = lax.fori_loop(0, count, write, zeros)
-    return from_bits(merged(results, (out_axis,)))
+        return _repeated(parts[1], write, results)
+
+    return _repeated(parts[0], write_some, zeros)
+
+
+def _part(array: Any, start: Any, size: int, axis: int) -> Any:
+    if size == array.shape[axis]:
+        return array
+    return lax.dynamic_slice_in_dim(array, start, size, axis)
+
+
+def _repeated(count: int, body: Callable[[Any, Any], Any], init: Any) -> Any:
+    return lax.fori_loop(0, count, body, init) if count > 1 else body(0, init)
 
 
 def _multiply_windows(
