@@ -26,35 +26,18 @@ from jamp._lowerings.pictures import (
     zeros_after,
 )
 from jamp._lowerings.product import multiply_on_cpu
-from jamp._lowerings.releases import MOVES_BFLOAT16_AS_FLOAT32
-from jamp._lowerings.slices import Steps, part_of, slices_of, steps_of
+from jamp._lowerings.slices import (
+    Steps,
+    neighbours_folded,
+    part_of,
+    slices_of,
+    steps_of,
+)
 
 # Of fewer, a loop takes longer.
 _LEAST_BYTES = 2**20
 # Rows of the result for each row that is met beyond these.
 _LEAST_ROWS = 8
-
-
-def _folded(lhs: Any, conv: ConvParams, steps: list[Steps]) -> tuple[Any, list[Steps]]:
-    """Padded pictures, with what lies within one stride as features of one element.
-
-    Several places of the window then are one slice, of elements that are neighbours.
-    """
-    *others, last = steps
-    stride, taps, each = last.stride, len(last.features), last.features[0]
-    beside = conv.dimension_numbers.lhs_spec[1] == last.dim + 1 == lhs.ndim - 1
-    neighbours = beside and stride > 1 and taps > 1 and last.dilation == 1
-    # Where XLA moves each element by itself, nothing is gained.
-    if MOVES_BFLOAT16_AS_FLOAT32 or not neighbours:
-        return padded(lhs, conv), steps
-    features = [min(stride, taps - at) * each for at in range(0, taps, stride)]
-    blocks = last.size + len(features) - 1
-    low, _ = conv.padding[-1]
-    padding = *conv.padding[:-1], (low, blocks * stride - low - lhs.shape[last.dim])
-    # XLA would compute the new shape's indices for each element that it pads.
-    wider = lax.optimization_barrier(padded(lhs, conv._replace(padding=padding)))
-    folded = wider.reshape(*wider.shape[: last.dim], blocks, stride * each)
-    return folded, [*others, last._replace(stride=1, features=features)]
 
 
 def by_windows(
@@ -66,7 +49,7 @@ def by_windows(
     the pictures is multiplied with all rows of the window, and what belongs together is
     added up. At a time it is those of some pictures, or of some rows of one.
     """
-    (batch, *_), (out, into, *window), out_spec = conv.dimension_numbers
+    (batch, feature, *_), (out, into, *window), out_spec = conv.dimension_numbers
     windows = window_sizes(rhs, conv)
     steps = steps_of(lhs, conv, outs, conv.window_strides, windows, conv.rhs_dilation)
     if math.prod(windows) == 1:
@@ -90,7 +73,7 @@ def by_windows(
 
     def fold(lhs: Any, at: Any) -> tuple[Any, list[Steps]]:
         some = _part(lhs, at * pictures, pictures, batch)
-        return _folded(rounded(some), conv, steps)
+        return neighbours_folded(rounded(some), conv, steps, feature)
 
     def of_rows(folded: Any, steps: list[Steps], at: Any) -> Any:
         first, *others = steps

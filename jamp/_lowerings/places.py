@@ -25,7 +25,12 @@ from jamp._lowerings.pictures import (
     zeros_after,
 )
 from jamp._lowerings.product import multiply_on_cpu
-from jamp._lowerings.slices import part_of, slices_of, steps_of
+from jamp._lowerings.slices import (
+    neighbours_folded,
+    part_of,
+    slices_of,
+    steps_of,
+)
 
 
 def by_places(
@@ -146,8 +151,11 @@ def _multiply_places(
     numbers, sizes = conv.dimension_numbers, rhs.shape[1:-1]
     strides, dilations = conv.rhs_dilation, conv.window_strides
     steps = steps_of(lhs, conv, sizes, strides, outs, dilations)
-    left = from_bits(jnp.stack(slices_of(padded(lhs, conv), 0, steps), lhs.ndim - 1))
-    added = tuple(range(lhs.ndim - 1))
+    last = lhs.ndim - 1
+    folded, steps = neighbours_folded(lhs, conv, steps, last)
+    left = from_bits(lax.concatenate(slices_of(folded, last, steps), last))
+    left = left.reshape(*left.shape[:-1], math.prod(outs), lhs.shape[last])
+    added = tuple(range(last))
     groups = conv.batch_group_count
     if groups == 1:
         result = multiply_on_cpu(left, rhs, ((added, added), ((), ())), to)

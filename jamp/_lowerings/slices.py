@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax import lax
 
-from jamp._lowerings.pictures import ConvParams
+from jamp._lowerings.pictures import ConvParams, padded
 from jamp._lowerings.processor import this_processor
-from jamp._lowerings.releases import KEEPS_BARRIERS
+from jamp._lowerings.releases import KEEPS_BARRIERS, MOVES_BFLOAT16_AS_FLOAT32
 
 # Of more, patches leave the cache before they are read. With AMX, which takes less time
 # for a part, fewer and larger parts take less.
@@ -63,6 +63,34 @@ def part_of(count: int, each: int) -> int:
     most = _MOST_BYTES_WITH_AMX if this_processor().has_amx else _MOST_BYTES
     parts = (n for n in range(count, 0, -1) if count % n == 0)
     return next(n for n in parts if n == 1 or n * each <= most)
+
+
+def neighbours_folded(
+    lhs: Any, conv: ConvParams, steps: Sequence[Steps], feature: int
+) -> tuple[Any, list[Steps]]:
+    """Padded pictures, with what lies within one stride as features of one element.
+
+    Several places of the window then are one slice, of elements that are neighbours.
+    Features are in the dimension that is told.
+    """
+    if not steps:
+        return lhs, []
+    each = lhs.shape[feature]
+    *others, last = (of._replace(features=[each] * len(of.features)) for of in steps)
+    stride, taps = last.stride, len(last.features)
+    beside = feature == last.dim + 1 == lhs.ndim - 1
+    neighbours = beside and stride > 1 and taps > 1 and last.dilation == 1
+    # Where XLA moves each element by itself, nothing is gained.
+    if MOVES_BFLOAT16_AS_FLOAT32 or not neighbours:
+        return padded(lhs, conv), [*others, last]
+    features = [min(stride, taps - at) * each for at in range(0, taps, stride)]
+    blocks = last.size + len(features) - 1
+    low, _ = conv.padding[-1]
+    padding = *conv.padding[:-1], (low, blocks * stride - low - lhs.shape[last.dim])
+    # XLA would compute the new shape's indices for each element that it pads.
+    wider = lax.optimization_barrier(padded(lhs, conv._replace(padding=padding)))
+    folded = wider.reshape(*wider.shape[: last.dim], blocks, stride * each)
+    return folded, [*others, last._replace(stride=1, features=features)]
 
 
 def slices_of(lhs: Any, feature: int, steps: Sequence[Steps]) -> list[Any]:
