@@ -15,7 +15,15 @@ import jax
 from jamp._dtypes import shape_of
 from jamp._emit.conversions import convert
 from jamp._emit.emitter import Arrays, Emitter, emits
-from jamp._plan.plan import Action, Bind, Cast, Float32Call, Plan, needed
+from jamp._plan.plan import (
+    Action,
+    Bind,
+    Cast,
+    Float32Call,
+    Plan,
+    needed,
+    operands_read,
+)
 from jamp._plan.values import Value, Values
 
 
@@ -222,7 +230,7 @@ class _SameGradients:
     def __init__(self, plan: Plan) -> None:
         self._readers: dict[int, list[Action | None]] = {}
         for action in plan.actions:
-            for value in action.operands:
+            for value in operands_read(action):
                 self._readers.setdefault(value.number, []).append(action)
         for value in plan.results:
             self._readers.setdefault(value.number, []).append(None)

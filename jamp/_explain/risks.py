@@ -89,7 +89,8 @@ class _Walk:
                 for plan in action.plans:
                     self.plan(plan, ())
                 return [{}] * len(action.results)
-        return taken
+        # A cast may be handed another, which its gradient goes to.
+        return taken[: len(action.results)]
 
     def _note(self, values: Sequence[Value], taken: Sequence[Facts]) -> None:
         """Notes what is read in 16 bits of a narrower range than float32's."""

@@ -226,6 +226,18 @@ class Structural(Run):
         return [value.dtype for value in self.results]
 
 
+def shared_by(action: Action) -> Sequence[int]:
+    """The places of what it widens whose gradients go to casts that it is handed."""
+    if isinstance(action, Cast | Float32Call | Structural):
+        return action.shared
+    return ()
+
+
+def operands_read(action: Action) -> Values:
+    """What an action reads: its operands without the casts that it is handed."""
+    return action.operands[: len(action.operands) - len(shared_by(action))]
+
+
 @dataclass(eq=False)
 class Plan:
     """What is to run for one program."""

@@ -79,6 +79,9 @@ LOOPS = {
     "a product": recurrent(lambda h, w, u, b, x: jnp.tanh(x + h @ w)),
     "a product and its bias": recurrent(lambda h, w, u, b, x: jnp.tanh(x + h @ w + b)),
     "a product of both": recurrent(lambda h, w, u, b, x: jnp.tanh(x @ u + h @ w)),
+    "a layer that is normalised": recurrent(
+        lambda h, w, u, b, x: jnp.tanh(x + jax.nn.standardize(h @ w + b))
+    ),
     "nothing that is added": recurrent(lambda h, w, u, b, x: x * jnp.tanh(h @ w)),
     "no slices": without_slices,
     "a gate": recurrent(gated),
@@ -157,6 +160,7 @@ def test_derivatives_along_a_direction_are_those_of_float32(name):
     assert_near(found, along(LOOPS[name])(*arrays()))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", LOOPS)
 def test_second_derivatives_are_those_of_float32(name):
     def along(fn):

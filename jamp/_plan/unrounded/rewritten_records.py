@@ -8,7 +8,16 @@ from itertools import chain
 from typing import Any
 
 from jamp._dtypes import FLOAT32, LOW_DTYPES
-from jamp._plan.plan import Action, Bind, Cast, Float32Call, Plan, Run, Structural
+from jamp._plan.plan import (
+    Action,
+    Bind,
+    Cast,
+    Float32Call,
+    Plan,
+    Run,
+    Structural,
+    operands_read,
+)
 from jamp._plan.records import Conversion, Note, Record, Returned
 from jamp._plan.unrounded.groups import Group
 from jamp._plan.unrounded.kinds import is_float32_function
@@ -112,7 +121,7 @@ class Rewritten:
         """The numbers of what is read, other than to be rounded by a rule."""
         read = {value.number for value in results}
         for action in actions:
-            numbers = {value.number for value in action.operands}
+            numbers = {value.number for value in operands_read(action)}
             if isinstance(action, Cast):
                 wide = self._wide.get(action.results[0].number)
                 numbers -= {wide.number} if wide else set()
@@ -123,8 +132,8 @@ class Rewritten:
         for made in reversed([*chain.from_iterable(map(_casts, actions))]):
             # What is cast for no equation counts with the first.
             key = id(made.caster.record) if made.caster else next(iter(self._records))
-            (value,), dtype = made.operands, made.dtype
-            conversion = Conversion(value.dtype, dtype, value.aval.shape)
+            value = made.operands[0]
+            conversion = Conversion(value.dtype, made.dtype, value.aval.shape)
             self._records[key].casts.insert(0, conversion)
 
 

@@ -1,24 +1,73 @@
-"""Casts to float32 that share their gradient, which is rounded once."""
+"""Gradients of what is widened: where they are added up before they are rounded."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
+from typing import TypeGuard
 
+from jamp import _primitives
 from jamp._dtypes import FLOAT32
-from jamp._plan.plan import Action, Cast, Float32Call, Structural
+from jamp._equations import holds_any
+from jamp._plan.plan import Action, Bind, Cast, Float32Call, Structural, shared_by
 from jamp._plan.values import Value
 
 
-def with_shared_casts(actions: Sequence[Action]) -> Iterator[Action]:
+def with_float32_gradients(
+    actions: Sequence[Action], products: Container[int]
+) -> list[Action]:
+    """Actions, with float32 for gradients that are added up.
+
+    Args:
+      actions: the actions.
+      products: the numbers of products in float32, to which their biases are added.
+    """
+    return [*_with_shared_casts([*_with_gradients_of_biases(actions, products)])]
+
+
+def _with_gradients_of_biases(
+    actions: Sequence[Action], products: Container[int]
+) -> Iterator[Action]:
+    """Actions, where a bias gets float32 from what reduces its layer's results.
+
+    A bias adds up the gradients of all rows. Those of a loss may be alike, as where the
+    layer begins with zeros: then they are rounded alike, and nothing averages out. The
+    gradients of what is elementwise are as large as the layer, and written in 16 bits.
+    """
+    # Sums with biases, by their own numbers and by those of their 16 bits.
+    layers: dict[int, Value] = {}
+    for action in actions:
+        places = [p for p in action.widens if action.operands[p].number in layers]
+        if places and _adds_up(action):
+            wides = [layers[action.operands[place].number] for place in places]
+            action = replace(action, operands=[*action.operands, *wides], shared=places)
+        elif isinstance(action, Bind) and action.name == "add":
+            if any(value.number in products for value in action.operands):
+                layers[action.results[0].number] = action.results[0]
+        elif isinstance(action, Cast) and action.operands[0].number in layers:
+            layers[action.results[0].number] = action.operands[0]
+        yield action
+
+
+def _adds_up(action: Action) -> TypeGuard[Cast | Float32Call]:
+    """Whether what widens a layer reduces it, or may be read by what does."""
+    if isinstance(action, Float32Call):
+        return holds_any(action.eqns, _primitives.REDUCTIONS)
+    return isinstance(action, Cast)
+
+
+def _with_shared_casts(actions: Sequence[Action]) -> Iterator[Action]:
     """Actions, where those that widen the same 16 bits share the gradient of one cast.
 
     Their gradients are then added up in float32, and rounded once.
     """
     counts: Counter[int] = Counter()
     casts: dict[int, Cast] = {}
-    widened = [action.widens for action in actions]
+    widened = [
+        [place for place in action.widens if place not in shared_by(action)]
+        for action in actions
+    ]
     for action, places in zip(actions, widened, strict=True):
         if isinstance(action, Cast) and action.dtype == FLOAT32:
             casts[action.operands[0].number] = action
@@ -38,6 +87,7 @@ def with_shared_casts(actions: Sequence[Action]) -> Iterator[Action]:
                     made.add(value.number)
                     yield casts[value.number]
             wides = [casts[taken[place].number].results[0] for place in shared]
+            shared = [*action.shared, *shared]
             action = replace(action, operands=[*taken, *wides], shared=shared)
         elif isinstance(action, Cast):
             number = action.operands[0].number

@@ -19,7 +19,7 @@ from jamp._plan.unrounded.probabilities import Probabilities
 from jamp._plan.unrounded.readers import Readers, Reading, taken
 from jamp._plan.unrounded.rewritten_records import Rewritten
 from jamp._plan.unrounded.same_elements import Elements
-from jamp._plan.unrounded.shared_gradients import with_shared_casts
+from jamp._plan.unrounded.shared_gradients import with_float32_gradients
 from jamp._plan.values import Value
 
 
@@ -107,7 +107,9 @@ class _Writer:
             if place in given:
                 outs[place] = self._float32(value)
             self._make(outs[place])
-        actions = [*with_shared_casts(actions_of(self._items, outs, self._wide))]
+        products = {v.number for v in self._plan.float32_of_products.values()}
+        kept = actions_of(self._items, outs, self._wide)
+        actions = with_float32_gradients(kept, products)
         groups = [item for item in self._items if isinstance(item, Group)]
         records = self._records.finish(actions, outs, groups)
         plan = replace(

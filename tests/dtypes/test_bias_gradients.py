@@ -1,0 +1,59 @@
+"""The gradient of a bias adds up what a loss sends to all rows, before any rounding.
+
+Rows of a layer that begins with zeros are alike, and what a loss sends to them would be
+rounded alike: in the sum nothing would average out.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jamp
+
+RNG = np.random.default_rng(0)
+ROWS, CLASSES = 512, 10
+X = RNG.normal(size=(ROWS, 32)).astype("f")
+# 16 bits hold what such a layer gives.
+W, B = np.zeros((32, CLASSES), "f"), np.linspace(-1, 1.25, CLASSES, dtype="f")
+LABELS = RNG.integers(0, CLASSES, ROWS)
+TARGETS = np.eye(CLASSES, dtype="f")[LABELS]
+
+
+def picked(h):
+    log_probs = jax.nn.log_softmax(h)
+    return -jnp.mean(jnp.take_along_axis(log_probs, LABELS[:, None], 1))
+
+
+LOSSES = {
+    "log_softmax": picked,
+    "labels": lambda h: jnp.mean(
+        optax.softmax_cross_entropy_with_integer_labels(h, LABELS)
+    ),
+    "one-hot labels": lambda h: jnp.mean(optax.softmax_cross_entropy(h, TARGETS)),
+    "by hand": lambda h: jnp.mean(
+        jnp.log(jnp.exp(h - h.max(1, keepdims=True)).sum(1))
+        + h.max(1)
+        - h[jnp.arange(ROWS), LABELS]
+    ),
+    "binary": lambda h: jnp.mean(optax.sigmoid_binary_cross_entropy(h, TARGETS)),
+    "Poisson": lambda h: jnp.mean(jnp.exp(h) - TARGETS * h),
+    "squared": lambda h: jnp.mean((jax.nn.softmax(h) - TARGETS) ** 2),
+    "over rows": lambda h: jnp.mean((jax.nn.log_softmax(h, 0) - TARGETS) ** 2),
+}
+
+
+@pytest.mark.parametrize("of", [lambda fn: fn, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_sends_its_gradient_to_the_bias_in_float32(name, of):
+    loss = LOSSES[name]
+
+    def of_layer(w, b):
+        return loss(X @ w + b)
+
+    gradients = jax.grad(jamp.autocast(of_layer, device_type="cpu"), argnums=(0, 1))
+    _, found = of(gradients)(W, B)
+    of_rows = jax.grad(loss)(X @ W + B)
+    error = np.abs(found - of_rows.sum(0)) / np.abs(of_rows).sum(0)
+    assert error.max() < 2e-5
