@@ -48,6 +48,7 @@ AROUND = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("change", [counted, with_a_lazy_layer, tied])
 @pytest.mark.parametrize("around", AROUND)
 def test_a_transformation_around_passes_the_structure_on(around, change):
@@ -66,6 +67,7 @@ INSIDE = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("change", [counted, with_a_lazy_layer, tied])
 @pytest.mark.parametrize("inside", INSIDE)
 def test_a_transformation_inside_changes_the_callers_module(inside, change):

@@ -186,6 +186,7 @@ def test_the_comparison_fails_for_a_wrong_value_dtype_and_shape():
             assert_same(wrong, x, "gpu")
 
 
+@pytest.mark.numbers
 @every_device
 @every_program
 def test_results_are_near_those_of_float32(program, device):
