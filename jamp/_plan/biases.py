@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from operator import mul
-from typing import Any
+from typing import Any, TypeGuard
 
 from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes, _primitives
 from jamp._dtypes import FLOAT32, size_of
 from jamp._lowerings.hook import has_own_product
-from jamp._plan.plan import Bind, Cast, Plan
+from jamp._plan.plan import Action, Bind, Cast, Plan
 from jamp._plan.values import Value, Values
 
 # Of more numbers a product is rounded by itself: in float32 it would be the largest
@@ -58,7 +58,7 @@ def keep_float32(product: Value, plan: Plan) -> Value | None:
     if not isinstance(action, Bind):
         return None
     name = action.eqn.primitive.name
-    made = [Value.of(v.aval, FLOAT32, v.traits) for v in action.results]
+    made = _in_float32(action.results)
     if has_own_product(name, action.operand_dtypes or (FLOAT32,) * 2):
         size = size_of(product.aval.shape)
         if size is None or size > _MOST:
@@ -68,18 +68,38 @@ def keep_float32(product: Value, plan: Plan) -> Value | None:
         plan.actions[at : at + 1] = [replace(action, results=made), rounds]
     else:
         source = None
-        if name in _MOVES and len(action.operands) == 1:
+        if moves(action):
             source = keep_float32(action.operands[0], plan)
         if source is None:
             return None
-        taken = (source,)
-        moved_wide = replace(
-            action, operands=taken, results=made, operand_dtypes=(FLOAT32,), read=taken
-        )
-        plan.actions.insert(plan.actions.index(action), moved_wide)
+        wide = moved_wide(action, source)
+        made = [*wide.results]
+        plan.actions.insert(plan.actions.index(action), wide)
     numbers = [v.number for v in action.results]
     plan.float32_of_products.update(zip(numbers, made, strict=True))
     return plan.float32_of_products[product.number]
+
+
+def moves(action: Action) -> TypeGuard[Bind]:
+    """Whether an action does with one value what is the same in float32."""
+    moving = isinstance(action, Bind) and action.eqn.primitive.name in _MOVES
+    return moving and len(action.operands) == 1
+
+
+def moved_wide(action: Bind, source: Value) -> Bind:
+    """An action that moves 16 bits, of the float32 that they were rounded from."""
+    taken = (source,)
+    return replace(
+        action,
+        operands=taken,
+        results=_in_float32(action.results),
+        operand_dtypes=(FLOAT32,),
+        read=taken,
+    )
+
+
+def _in_float32(values: Values) -> list[Value]:
+    return [Value.of(v.aval, FLOAT32, v.traits) for v in values]
 
 
 def bias_dims(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeGuard
 
 from jamp import _primitives
 from jamp._dtypes import FLOAT32
 from jamp._equations import holds_any
+from jamp._plan.biases import moved_wide, moves
 from jamp._plan.plan import Action, Bind, Cast, Float32Call, Structural, shared_by
 from jamp._plan.values import Value
 
@@ -35,19 +36,40 @@ def _with_gradients_of_biases(
     layer begins with zeros: then they are rounded alike, and nothing averages out. The
     gradients of what is elementwise are as large as the layer, and written in 16 bits.
     """
-    # Sums with biases, by their own numbers and by those of their 16 bits.
+    # Sums with biases by their own numbers, and by those of their 16 bits.
     layers: dict[int, Value] = {}
+    moving: dict[int, Bind] = {}  # what moves these 16 bits, by that of its result
     for action in actions:
-        places = [p for p in action.widens if action.operands[p].number in layers]
+        numbers = {p: action.operands[p].number for p in action.widens}
+        known = layers.keys() | moving.keys()
+        places = [place for place, number in numbers.items() if number in known]
         if places and _adds_up(action):
-            wides = [layers[action.operands[place].number] for place in places]
+            for place in places:
+                yield from _moved_wide(numbers[place], layers, moving)
+            wides = [layers[numbers[place]] for place in places]
             action = replace(action, operands=[*action.operands, *wides], shared=places)
+        elif moves(action) and action.operands[0].number in known:
+            moving.update((value.number, action) for value in action.results)
         elif isinstance(action, Bind) and action.name == "add":
             if any(value.number in products for value in action.operands):
                 layers[action.results[0].number] = action.results[0]
         elif isinstance(action, Cast) and action.operands[0].number in layers:
             layers[action.results[0].number] = action.operands[0]
         yield action
+
+
+def _moved_wide(
+    number: int, layers: dict[int, Value], moving: Mapping[int, Bind]
+) -> Iterator[Bind]:
+    """What moves the float32 of a layer as its 16 bits were, unless that is done."""
+    if number in layers:
+        return
+    source = moving[number].operands[0].number
+    yield from _moved_wide(source, layers, moving)
+    wide = moved_wide(moving[number], layers[source])
+    pairs = zip(moving[number].results, wide.results, strict=True)
+    layers.update((value.number, made) for value, made in pairs)
+    yield wide
 
 
 def _adds_up(action: Action) -> TypeGuard[Cast | Float32Call]:
