@@ -22,6 +22,7 @@ from jamp._lowerings.own_primitives import (
     is_argument,
     is_for_one_device,
     is_on_cpu,
+    is_read,
     made_by,
 )
 from jamp._lowerings.releases import KEEPS_BARRIERS
@@ -134,7 +135,7 @@ def _argument(weight: Value) -> Value:
 
 def _users(cast: Value, argument: Value) -> list[ir.Operation]:
     """Users of an argument of the whole program, if nothing has read this cast yet."""
-    if next(iter(cast.uses), None) is not None:
+    if is_read(cast):
         return []
     if not (is_argument(argument) and isinstance(cast, ir.OpResult)):
         return []

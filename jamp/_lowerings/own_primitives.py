@@ -88,6 +88,11 @@ def is_argument(value: Any) -> bool:
     return isinstance(around, func.FuncOp) and around.sym_name.value == "main"
 
 
+def is_read(value: Any) -> bool:
+    """Whether an operation that was lowered so far reads a value."""
+    return next(iter(value.uses), None) is not None
+
+
 def missing(eqn: JaxprEqn, present: Sequence[bool]) -> list[Any]:
     """The operands that a rule for JAX's partial evaluation asks for."""
     pairs = zip(eqn.invars, present, strict=True)

@@ -19,6 +19,7 @@ from jamp._lowerings.own_primitives import (
     has_whole_arrays,
     is_argument,
     is_on_cpu,
+    is_read,
     made_by,
 )
 
@@ -50,17 +51,13 @@ def lower_unrounded(
             continue
         if any_float32 or (
             is_argument(wide)
-            and not _is_read(operands[place])
+            and not is_read(operands[place])
             and rounds_parts(place, *pair, **params)
         ):
             taken[place], avals[place] = wide, in_dtype(avals[place], FLOAT32)
     # What is known of operands makes no difference to the product itself.
     program = _program_of(product, avals, {**params, "rounded": ()})
     return _lowered(program, ctx, taken)
-
-
-def _is_read(value: Any) -> bool:
-    return next(iter(value.uses), None) is not None
 
 
 def _before_cast(value: Any) -> Any:

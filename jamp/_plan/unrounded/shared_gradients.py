@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeGuard
 
@@ -16,7 +16,7 @@ from jamp._plan.values import Value
 
 
 def with_float32_gradients(
-    actions: Sequence[Action], products: Container[int]
+    actions: Sequence[Action], products: Collection[int]
 ) -> list[Action]:
     """Actions, with float32 for gradients that are added up.
 
@@ -24,7 +24,9 @@ def with_float32_gradients(
       actions: the actions.
       products: the numbers of products in float32, to which their biases are added.
     """
-    return [*_with_shared_casts([*_with_gradients_of_biases(actions, products)])]
+    if products:
+        actions = [*_with_gradients_of_biases(actions, products)]
+    return [*_with_shared_casts(actions)]
 
 
 def _with_gradients_of_biases(
@@ -39,16 +41,19 @@ def _with_gradients_of_biases(
     # Sums with biases by their own numbers, and by those of their 16 bits.
     layers: dict[int, Value] = {}
     moving: dict[int, Bind] = {}  # what moves these 16 bits, by that of its result
+
+    def is_known(value: Value) -> bool:
+        return value.number in layers or value.number in moving
+
     for action in actions:
-        numbers = {p: action.operands[p].number for p in action.widens}
-        known = layers.keys() | moving.keys()
-        places = [place for place, number in numbers.items() if number in known]
+        taken = action.operands
+        places = [place for place in action.widens if is_known(taken[place])]
         if places and _adds_up(action):
             for place in places:
-                yield from _moved_wide(numbers[place], layers, moving)
-            wides = [layers[numbers[place]] for place in places]
-            action = replace(action, operands=[*action.operands, *wides], shared=places)
-        elif moves(action) and action.operands[0].number in known:
+                yield from _moved_wide(taken[place].number, layers, moving)
+            wides = [layers[taken[place].number] for place in places]
+            action = replace(action, operands=[*taken, *wides], shared=places)
+        elif moves(action) and is_known(taken[0]):
             moving.update((value.number, action) for value in action.results)
         elif isinstance(action, Bind) and action.name == "add":
             if any(value.number in products for value in action.operands):
