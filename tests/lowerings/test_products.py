@@ -103,7 +103,7 @@ def test_a_transpose_behind_leaves_a_product_in_the_layout_with_instructions(tmp
     """XLA would swap the operands to swallow it."""
     x, w = jnp.ones((16, 32)), jnp.ones((32, 64))
     with processor_with("avx512_bf16", tmp_path):
-        fn = jax.jit(cast(lambda w, x: (x @ w).T))
+        fn = jax.jit(lambda w, x: cast(jnp.matmul)(x, w).T)
         compiled = fn.lower(w, x).compile().as_text()
     assert re.findall(r"lhs_contracting_dims=(\S+),", compiled) == ["{1}"]
 

@@ -25,6 +25,7 @@ from jamp._plan.plan import (
     needed,
 )
 from jamp._plan.records import Origin
+from jamp._plan.turned_products import turned_products
 from jamp._plan.unrounded.apart import Apart, apart_from
 from jamp._plan.unrounded.kinds import Kind, is_float32_function, kind_of
 from jamp._plan.values import Value, Values
@@ -125,7 +126,7 @@ class Readers:
         self._added: set[int] = set()
         self._counts: Counter[int] = Counter()
         self._wide_counts: Counter[int] = Counter()
-        self.plan = _live(plan)
+        self.plan = turned_products(_live(plan))
         for action in reversed(self.plan.actions):
             self._add(action)
         self.inputs = self.reading(plan.inputs)
