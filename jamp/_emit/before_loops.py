@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 from jax.custom_derivatives import SymbolicZero
@@ -41,13 +41,13 @@ from jamp._tracing.named_axes import in_axes_of_now
 # is the sum of at least so many for each row: in training, if what it is added to is a
 # product of the carry, whose weights' gradients are made behind the loop, and if not;
 # and without a gradient. Where stacks are float32 it gains less.
-_MOST_ROWS = 64
-_ADDED = 8 if MOVES_BFLOAT16_AS_FLOAT32 else 4
+MOST_ROWS = 64
+ADDED = 8 if MOVES_BFLOAT16_AS_FLOAT32 else 4
 _ADDED_ALONE = 64 if MOVES_BFLOAT16_AS_FLOAT32 else 4
 _ADDED_ALWAYS = 64 if MOVES_BFLOAT16_AS_FLOAT32 else 32
 # The most numbers that are made before a loop, for each number of its slices; and that
 # it takes to be perturbed alone, for each of these and of what it carries.
-_MOST = 4
+MOST = 4
 _ELEMENTWISE = _primitives.OF_ONE_DTYPE | _primitives.ARRANGING
 _BENDING = _primitives.TRANSCENDENTAL | {"custom_jvp_call", "max", "min"}
 
@@ -83,7 +83,7 @@ class Split(NamedTuple):
         entering = plan.inputs[first : len(plan.inputs) - len(self.before.results)]
         # A stack of float32 that nothing else needs takes longer than it saves.
         gains = bool(given) or not MOVES_BFLOAT16_AS_FLOAT32
-        most = _MOST * sum(map(_size, entering)) if gains else 0
+        most = MOST * sum(map(size_of_value, entering)) if gains else 0
         return made_behind(plan, self.consts, self.slices, given, self.recurrent, most)
 
     def stacked(
@@ -120,9 +120,9 @@ def split(action: Structural) -> Split | None:
     (plan,) = action.plans
     consts, carry = scan_counts(action.eqn.params)
     carried, slices = plan.inputs[consts:][:carry], plan.inputs[consts + carry :]
-    steps = _Steps(plan, carried, slices, _ADDED)
+    steps = _Steps(plan, carried, slices, ADDED)
     recurrent = steps.recurrent()
-    if not recurrent and _ADDED_ALONE != _ADDED:
+    if not recurrent and _ADDED_ALONE != ADDED:
         steps = _Steps(plan, carried, slices, _ADDED_ALONE)
     made = steps.products()
     if not (made or recurrent):
@@ -198,11 +198,11 @@ class _Steps:
     def products(self) -> list[Value]:
         """Products that meet what is carried, as the steps read them."""
         found: dict[int, Value] = {}
-        most = _MOST * sum(_size(value) for value in self._slices)
+        most = MOST * sum(size_of_value(value) for value in self._slices)
         for value in self._read:
             if value.number not in self._products or not self._meets_carry(value):
                 continue
-            sizes = sum(map(_size, {**found, value.number: value}.values()))
+            sizes = sum(map(size_of_value, {**found, value.number: value}.values()))
             if sizes <= most:
                 found[value.number] = value
         return [*found.values()]
@@ -239,18 +239,18 @@ class _Steps:
         if _reads(step, self._products):
             return self._products if _adds_bias(step) else self._fixed
         if _reads(step, self._sliced):
-            product = _multiplying(step, self._sliced)
-            if product and _gains(product, self._added):
-                self.gain_always &= _gains(product, _ADDED_ALWAYS)
+            product = multiplying(step, self._sliced)
+            if product and gains(product, self._added):
+                self.gain_always &= gains(product, _ADDED_ALWAYS)
                 return self._products
             moves = isinstance(step, Cast) or step.name in _primitives.MOVEMENT
             return self._sliced if moves else self._fixed
         return None
 
     def _add_recurrent(self, step: Action) -> None:
-        product = _multiplying(step, self._carried)
+        product = multiplying(step, self._carried)
         others = self._sliced | self._products | self._fixed
-        if product and not _reads(step, others) and _gains(product, self._added):
+        if product and not _reads(step, others) and gains(product, self._added):
             self._recurrent.append(product)
 
     def _meets_carry(self, product: Value) -> bool:
@@ -274,33 +274,39 @@ class _Steps:
         return False
 
 
-def _multiplying(step: Action, moving: Collection[int]) -> ByMatrix | None:
-    """A product of something that moves and of a matrix, both of known sizes."""
-    if not isinstance(step, Bind) or step.name != "dot_general":
-        return None
-    if not step.operand_dtypes or not has_own_product(step.name, step.operand_dtypes):
+def multiplying(step: Action, moving: Collection[int]) -> ByMatrix | None:
+    """A product of something that moves and of a matrix."""
+    if not is_own_product(step):
         return None
     factors = step.operands[:2]
     places = [at for at, value in enumerate(factors) if value.number not in moving]
     if len(places) != 1:
         return None
-    product = ByMatrix(step, places[0])
-    sizes = *product.multiplied.aval.shape, *step.results[0].aval.shape
-    return product if all(isinstance(n, int) for n in sizes) else None
+    return ByMatrix(step, places[0])
 
 
-def _gains(product: ByMatrix, least: int) -> bool:
+def is_own_product(step: Action | None) -> TypeGuard[Bind]:
+    """Whether a step is a product of jamp's own, of which all sizes are known."""
+    if not isinstance(step, Bind) or step.name != "dot_general":
+        return False
+    if not step.operand_dtypes or not has_own_product(step.name, step.operand_dtypes):
+        return False
+    shapes = [value.aval.shape for value in (*step.operands[:2], *step.results)]
+    return all(isinstance(size, int) for shape in shapes for size in shape)
+
+
+def gains(product: ByMatrix, least: int) -> bool:
     """Whether a product of few rows takes less time with those of all steps."""
     added: int = math.prod(contracted(product.action.eqn))
     rows: int = math.prod(product.multiplied.aval.shape) // max(added, 1)
-    return rows <= _MOST_ROWS and added >= least * rows
+    return rows <= MOST_ROWS and added >= least * rows
 
 
 def _numbers(values: Iterable[Value]) -> set[int]:
     return {value.number for value in values}
 
 
-def _size(value: Value) -> int:
+def size_of_value(value: Value) -> int:
     # What is not known yet counts for nothing.
     return size_of(getattr(value.aval, "shape", ())) or 0
 
@@ -310,8 +316,8 @@ def _reads(step: Action, values: set[int]) -> bool:
 
 
 def _adds_bias(step: Action) -> bool:
-    sizes = map(_size, step.operands)
-    adds = step.name == "add" and _size(step.results[0]) == max(sizes)
+    sizes = map(size_of_value, step.operands)
+    adds = step.name == "add" and size_of_value(step.results[0]) == max(sizes)
     return adds or isinstance(step, Cast)
 
 

@@ -22,7 +22,7 @@ from jamp._plan.plan import (
     Float32Call,
     Plan,
     needed,
-    operands_read,
+    readers_of,
 )
 from jamp._plan.values import Value, Values
 
@@ -228,12 +228,7 @@ class _SameGradients:
     """Which values of a program have one gradient, because they are only added up."""
 
     def __init__(self, plan: Plan) -> None:
-        self._readers: dict[int, list[Action | None]] = {}
-        for action in plan.actions:
-            for value in operands_read(action):
-                self._readers.setdefault(value.number, []).append(action)
-        for value in plan.results:
-            self._readers.setdefault(value.number, []).append(None)
+        self._readers = readers_of(plan)
 
     def of(self, value: Value) -> Hashable:
         """Something that is equal for all values with the same gradient."""

@@ -15,6 +15,7 @@ from jax.sharding import get_abstract_mesh
 
 from jamp import _dtypes
 from jamp._compat import is_plain_array, scan_counts
+from jamp._emit.backward_loops import LoopBack, loop_back
 from jamp._emit.before_loops import Split, differentiated_as, split
 from jamp._emit.conversions import convert, convert_all
 from jamp._emit.emitter import Arrays, Emitter, Places, emits_programs, emitter_of
@@ -29,7 +30,7 @@ def emit_scan(
 ) -> Arrays:
     (plan,), parts, loop = action.plans, split(action), _Loop.of(action)
     if parts is None:
-        return loop.run(emitter, plan, arrays)
+        return _run_back(emitter, loop, plan, arrays, loop_back(action))
     if parts.always and not parts.recurrent:
         return _SplitScan(emitter, loop, parts).run(arrays)
     current = emitter_of(emitter)
@@ -47,6 +48,18 @@ def emit_scan(
     operands = tuple([(v.aval, v.dtype, v.traits) for v in action.operands])
     made_of = program, loop, action.context, operands
     return list(differentiated_as(run, derivative, made_of)(*arrays))
+
+
+def _run_back(
+    emitter: Emitter, loop: _Loop, plan: Plan, arrays: Arrays, back: LoopBack | None
+) -> Arrays:
+    """A loop, which may be a loop back some products of which are made behind it."""
+    if back is None:
+        return loop.run(emitter, plan, arrays)
+    dtypes = tuple([loop.result_dtypes[place] for place in back.kept])
+    within = loop._replace(result_dtypes=dtypes)
+    given = within.run(emitter, back.within, arrays)
+    return back.behind(emitter.run, given, *loop.parts(arrays))
 
 
 class _Loop(NamedTuple):

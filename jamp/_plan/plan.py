@@ -300,6 +300,17 @@ def _listed(values: Values) -> str:
     return ", ".join(map(repr, values))
 
 
+def readers_of(plan: Plan) -> dict[int, list[Action | None]]:
+    """What reads each value of a plan, by number; None for the plan's caller."""
+    readers: dict[int, list[Action | None]] = {}
+    for action in plan.actions:
+        for value in operands_read(action):
+            readers.setdefault(value.number, []).append(action)
+    for value in plan.results:
+        readers.setdefault(value.number, []).append(None)
+    return readers
+
+
 def needed(
     actions: Sequence[Action],
     results: Values,
