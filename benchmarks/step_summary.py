@@ -25,6 +25,7 @@ SECONDS = ("lowering_seconds", "compile_seconds")
 COLORS = {
     "autocast": "#0060b0",
     "memory": "#56b4e9",
+    "step": "#332288",
     "both": "#e69f00",
     "by hand": "#d55e00",
     "jmp": "#009e73",

@@ -108,7 +108,7 @@ class FlaxProgram:
 
     def _jitted(self) -> Any:
         if self._training:
-            return jax.jit(self._step, donate_argnums=0)
+            return jax.jit(self._rival.around_step(self._step), donate_argnums=0)
         apply = self._rival.transform(self._apply)
         return jax.jit(lambda carried, inputs, targets: apply(*carried, inputs)[0])
 

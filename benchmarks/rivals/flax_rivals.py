@@ -27,6 +27,7 @@ class FlaxRival:
       dtype: the `dtype` of the model's modules.
       transform: what is done to the loss, or in inference to the model's application.
       around_model: what is done to the model's application in both.
+      around_step: what is done to the training step.
       scaled: whether the loss is scaled, and the scale follows overflows.
       constant_scale: what the loss is multiplied by otherwise, unchecked: gradients in
         16 bits are then the same numbers as with `scaled`, not zeros, which take less
@@ -40,6 +41,7 @@ class FlaxRival:
     dtype: Any = None
     transform: Callable[[Function], Function] = unchanged
     around_model: Callable[[Function], Function] = unchanged
+    around_step: Callable[[Function], Function] = unchanged
     scaled: bool = False
     constant_scale: float | None = None
     precision: str | None = None
@@ -87,7 +89,8 @@ def flax_rivals(platform: str) -> dict[str, FlaxRival]:
     On GPUs there is autocast in both 16-bit dtypes, in float16 with loss scaling, with
     a constant scale and without, in bfloat16 also with cuDNN's attention, and float32
     in both settings of its matmuls; on CPUs autocast with XLA's scheduler that needs
-    the least memory, and autocast of the model that is written by hand.
+    the least memory, autocast of the whole step, with its gradient, and autocast of the
+    model that is written by hand.
     """
     autocast = {dtype: FlaxRival(transform=jamp.autocast(dtype=dtype)) for dtype in LOW}
     by_hand = {"by hand bfloat16": FlaxRival(dtype=jnp.bfloat16)}
@@ -117,6 +120,9 @@ def flax_rivals(platform: str) -> dict[str, FlaxRival]:
         "float32": FlaxRival(),
         "autocast bfloat16": autocast["bfloat16"],
         "memory bfloat16": replace(autocast["bfloat16"], scheduler=MEMORY),
+        "step bfloat16": FlaxRival(
+            around_step=jamp.autocast(dtype="bfloat16"), only_training=True
+        ),
         "both bfloat16": replace(autocast["bfloat16"], dtype=jnp.bfloat16),
         **by_hand,
         **others,
