@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 from jax.sharding import get_abstract_mesh
@@ -32,7 +32,9 @@ from jamp._equations import contracted, is_hashable
 from jamp._lowerings.processor import this_processor
 from jamp._plan.biases import moved_wide, moves
 from jamp._plan.plan import Action, Bind, Cast, Plan, Structural, needed, readers_of
+from jamp._plan.products import adds_nothing
 from jamp._plan.values import Value, Values
+from jamp._policy.rules import Rule
 from jamp._primitives import ARRANGING
 
 
@@ -126,6 +128,17 @@ def loop_back(action: Structural) -> LoopBack | None:
     return _Loop(plan, *scan_counts(action.eqn.params)).in_two()
 
 
+def _multiplies(step: Action) -> TypeGuard[Bind]:
+    """Whether a step is a product of jamp's own, or one that adds nothing up by itself.
+
+    That is one of a single row. Autocast has it in float32, and so its sum.
+    """
+    if not isinstance(step, Bind) or step.name != "dot_general":
+        return False
+    ruled = step.caster.record.ruling.rule is not Rule.AS_TRACED
+    return is_own_product(step) or (ruled and adds_nothing(step.eqn))
+
+
 class _Loop:
     """A loop of which some products are made behind it."""
 
@@ -197,7 +210,7 @@ class _Loop:
 
     def _for_all(self, step: Action) -> tuple[list[Bind], dict[int, Value]] | None:
         """A product for all iterations, and what of it is added to which places."""
-        if not (is_own_product(step) and self._gains(step)):
+        if not (_multiplies(step) and self._gains(step)):
             return None
         eqn, (result,) = step.eqn, step.results
         numbers = eqn.params["dimension_numbers"]

@@ -114,6 +114,14 @@ def test_gradients_that_a_loop_accumulates_take_no_more_memory():
     assert (inner, outer) == (2, 0)
 
 
+def test_products_of_one_row_are_one_product_in_float32():
+    """Each adds nothing up, and is elementwise."""
+    w, u, b, xs = arrays()
+    fn, args = LOOPS["a product of both"], (w, u, b, xs[:, :1])
+    assert matrices(inside(fn), *args) == (0, 2)
+    assert_near(jax.jit(inside(fn))(*args), gradients(fn)(*args))
+
+
 def test_a_loop_of_many_rows_adds_up_step_by_step():
     w, u, b, xs = arrays()
     rows = jnp.tile(xs, (1, 32, 1))
