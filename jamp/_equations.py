@@ -26,7 +26,7 @@ from jax.extend.core import (
 
 from jamp._compat import array_in, becomes_a_program, checkpoint, settings
 from jamp._dtypes import FLOAT32, dtype_of, eligible, is_float64, shape_of
-from jamp._primitives import CALLS, CHEAP
+from jamp._primitives import CALLS, CHEAP, PLAIN
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ def nested(
     def walk(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
         for eqn in eqns:
             yield eqn
-            if not enter(eqn):
+            if eqn.primitive.name in PLAIN or not enter(eqn):
                 continue
             for inner in jaxprs_in_params(eqn.params):
                 if not (once and id(inner) in entered):

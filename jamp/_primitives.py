@@ -86,6 +86,8 @@ COLLECTIVES = _names(
 )
 # Their operands need not agree in dtype: each result is of one of them.
 INDEPENDENT = COLLECTIVES | ORDERS | _names("device_put optimization_barrier")
+# They hold no programs; of others that is found out.
+PLAIN = OF_ONE_DTYPE | COMPARISONS | LOGICAL | PRODUCTS | REDUCTIONS | MOVEMENT
 # They cost next to nothing to compute again beside reading what they are computed from.
 CHEAP = (
     TRANSCENDENTAL

@@ -98,6 +98,9 @@ class _Planner:
         self._opened: set[Hashable] = set()
         # Found anew for each program: modules are imported and reloaded.
         self._listed: dict[Policy, locations.Listed] = {}
+        # Of equations, which are placed again for each listed function around them.
+        self._keys: dict[JaxprEqn, locations.FrameKey | None] = {}
+        self._scopes: dict[JaxprEqn, tuple[Scope, Scope]] = {}
 
     def plan(self, program: Any, inputs: Values, context: Context) -> Plan:
         plan = Plan(inputs, {value.number for value in inputs}, looped=context.looped)
@@ -192,12 +195,11 @@ class _Planner:
         return placed
 
     def _place(self, eqn: JaxprEqn, context: Context) -> _Placed:
-        scope = context.scope.enter(eqn.source_info.name_stack)
+        scope = self._scope_of(eqn, context.scope)
         user = user_ruling(scope)
         if user is not None or context.forced is not None:
             return _Placed(eqn, scope, user)
-        # The user's own line asks for a cast, wherever JAX makes it.
-        key = locations.frame_key(eqn, users=is_kept_cast(eqn))
+        key = self._key_of(eqn)
         if key is None:
             self._warn_no_traceback()
             return _Placed(eqn, scope)
@@ -208,6 +210,19 @@ class _Planner:
                 return _Placed(eqn, scope, None, call, key)
             self._opened.add(call.key)
         return _Placed(eqn, scope, None, None, key)
+
+    def _scope_of(self, eqn: JaxprEqn, around: Scope) -> Scope:
+        known = self._scopes.get(eqn)
+        if known is None or known[0] is not around:
+            known = around, around.enter(eqn.source_info.name_stack)
+            self._scopes[eqn] = known
+        return known[1]
+
+    def _key_of(self, eqn: JaxprEqn) -> locations.FrameKey | None:
+        if eqn not in self._keys:
+            # The user's own line asks for a cast, wherever JAX makes it.
+            self._keys[eqn] = locations.frame_key(eqn, users=is_kept_cast(eqn))
+        return self._keys[eqn]
 
     def _functions(self, policy: Policy) -> locations.Listed:
         if policy not in self._listed:
