@@ -311,7 +311,10 @@ class _Loop:
     def _handed_on(self, stacks: Values, step: Action) -> HandedOn | None:
         """A result that is a product of what is stacked and of a constant matrix."""
         product = multiplying(step, self._moving)
-        if product is None or not gains(product, ADDED):
+        # Of what is multiplied only the cast is at hand behind the loop.
+        if product is None or {*product.action.weights} - {product.place}:
+            return None
+        if not gains(product, ADDED):
             return None
         numbers = [value.number for value in stacks]
         number = self._equal_to(product.multiplied).number
