@@ -2,8 +2,8 @@
 
 Each loop is a `jax.lax.scan`: a recurrence written by hand, products of what it goes
 over, two recurrent layers of Flax, and layers of a transformer, one after the other.
-The gradient of its loss, and the loss alone, are timed in turn as written and under
-autocast. Reported are the medians, in seconds, the median of the ratios of the pairs,
+The gradient of its loss, around autocast or inside of it, and the loss alone, are timed
+in turn as written and under autocast. Reported are the medians, in seconds, the median of the ratios of the pairs,
 and the temporary memory of the compiled programs.
 """
 
@@ -22,7 +22,13 @@ from timing import cells, compare
 
 import jamp
 
-MODES = {"training": jax.grad, "inference": lambda loss: loss}
+Function = Callable[..., Any]
+# A program of a loss, given what is put around what is to run under autocast.
+MODES: dict[str, Callable[[Function, Callable[[Function], Function]], Function]] = {
+    "training": lambda loss, around: jax.grad(around(loss)),
+    "gradient inside": lambda loss, around: around(jax.grad(loss)),
+    "inference": lambda loss, around: around(loss),
+}
 PAIRS = 9
 BATCH, WIDTH = 16, 128
 LENGTHS = {
@@ -84,8 +90,8 @@ def measure(name: str, length: int, mode: str) -> dict[str, Any]:
         return jnp.mean(model(params, inputs) ** 2)
 
     programs = [
-        jax.jit(MODES[mode](fn)).lower(params, inputs).compile()
-        for fn in (loss, jamp.autocast(loss))
+        jax.jit(MODES[mode](loss, around)).lower(params, inputs).compile()
+        for around in (lambda fn: fn, jamp.autocast)
     ]
 
     named = {"loop": name, "length": length, "mode": mode}
