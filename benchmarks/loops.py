@@ -3,8 +3,8 @@
 Each loop is a `jax.lax.scan`: a recurrence written by hand, products of what it goes
 over, two recurrent layers of Flax, and layers of a transformer, one after the other.
 The gradient of its loss, around autocast or inside of it, and the loss alone, are timed
-in turn as written and under autocast. Reported are the medians, in seconds, the median of the ratios of the pairs,
-and the temporary memory of the compiled programs.
+in turn as written and under autocast. Reported are the medians, in seconds, the median
+of the ratios of the pairs, and the temporary memory of the compiled programs.
 """
 
 from collections.abc import Callable

@@ -37,6 +37,9 @@ from jamp._plan.values import Value, Values
 from jamp._policy.rules import Rule
 from jamp._primitives import ARRANGING
 
+# As `ADDED`, if the loop stacks nothing else: the stacks are then most of its memory.
+_ADDED_ALONE = 16
+
 
 class HandedOn(NamedTuple):
     """A result of a loop that is made behind it.
@@ -264,7 +267,9 @@ class _Loop:
             return False
         rows: int = math.prod(contracted(product.eqn))
         sizes = sum(map(size_of_value, factors))
-        return rows <= MOST_ROWS and ADDED * sizes <= 2 * size_of_value(result)
+        alone = len(self._plan.results) == len(self._carried)
+        least = _ADDED_ALONE if alone else ADDED
+        return rows <= MOST_ROWS and least * sizes <= 2 * size_of_value(result)
 
     def _fits(self, factors: Values) -> bool:
         """Whether stacks of these, too, take little beside what comes in as stacks."""
