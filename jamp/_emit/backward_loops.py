@@ -9,7 +9,7 @@ they hand on to what came in.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeGuard
@@ -37,8 +37,9 @@ from jamp._plan.values import Value, Values
 from jamp._policy.rules import Rule
 from jamp._primitives import ARRANGING
 
-# As `ADDED`, if the loop stacks nothing else: the stacks are then most of its memory.
-_ADDED_ALONE = 16
+# If the loop stacks nothing else, so many numbers are made behind it for each that it
+# stacks for that: the stacks are then most of its memory.
+_MADE_ALONE = 12
 
 
 class HandedOn(NamedTuple):
@@ -173,7 +174,7 @@ class _Loop:
                 self._stacked.update((v.number, v) for v in made[0].operands)
                 actions += made
                 added |= totals
-        if not added:
+        if not added or not self._spares_enough(added.values()):
             return None
         steps = self._plan.actions
         stacks = sorted(self._stacked.values(), key=self._is_stacked)
@@ -267,9 +268,7 @@ class _Loop:
             return False
         rows: int = math.prod(contracted(product.eqn))
         sizes = sum(map(size_of_value, factors))
-        alone = len(self._plan.results) == len(self._carried)
-        least = _ADDED_ALONE if alone else ADDED
-        return rows <= MOST_ROWS and least * sizes <= 2 * size_of_value(result)
+        return rows <= MOST_ROWS and ADDED * sizes <= 2 * size_of_value(result)
 
     def _fits(self, factors: Values) -> bool:
         """Whether stacks of these, too, take little beside what comes in as stacks."""
@@ -277,6 +276,14 @@ class _Loop:
         added = filter(self._is_stacked, stacked.values())
         most = MOST * sum(map(size_of_value, self._slices))
         return sum(map(size_of_value, added)) <= most
+
+    def _spares_enough(self, added: Iterable[Value]) -> bool:
+        """Whether the loop has stacks anyway, or spares far more than it stacks."""
+        if len(self._plan.results) > len(self._carried):
+            return True
+        stacked = filter(self._is_stacked, self._stacked.values())
+        made = sum(map(size_of_value, added))
+        return made >= _MADE_ALONE * sum(map(size_of_value, stacked))
 
     def _is_stacked(self, value: Value) -> bool:
         """Whether the loop has to stack a value, which is made of no slice alone."""

@@ -129,6 +129,20 @@ def test_a_loop_of_many_rows_adds_up_step_by_step():
     assert inner > 0 == outer
 
 
+def test_a_loop_that_stacks_nothing_else_does_so_for_large_gains_alone():
+    """Its stacks would be most of its memory."""
+    w, u, b, xs = arrays()
+    xs = jnp.tile(xs, (1, 2, 1))
+
+    def of_weights(fn):
+        return autocast(gradients(fn, (0, 1)))
+
+    one, two = LOOPS["a product"], LOOPS["a product of both"]
+    assert matrices(of_weights(one), w, u, b, xs) == (1, 0)
+    assert matrices(of_weights(two), w, u, b, xs) == (0, 2)
+    assert matrices(inside(one), w, u, b, xs) == (0, 1)
+
+
 def test_a_loop_of_unknown_length_can_be_exported():
     *weights, xs = arrays()
     (length,) = export.symbolic_shape("n")
