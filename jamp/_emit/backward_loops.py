@@ -105,8 +105,12 @@ class LoopBack(NamedTuple):
           extras: casts of constants.
         """
 
-        def for_all(plan: Plan, stack: Any, *around: Sequence[Any]) -> Any:
-            before, after = around or ((), ())
+        def for_all(
+            plan: Plan,
+            stack: Any,
+            before: Sequence[Any] = (),
+            after: Sequence[Any] = (),
+        ) -> Any:
             return jax.vmap(lambda one: run(plan, [*before, one, *after])[0])(stack)
 
         results = dict(zip(self.kept, given, strict=False))
@@ -151,6 +155,7 @@ class _Loop:
         self._consts = plan.inputs[:consts]
         self._carried = plan.inputs[consts:][:carry]
         self._slices = plan.inputs[consts + carry :]
+        self._places = {v.number: place for place, v in enumerate(self._slices)}
         self._readers = readers_of(plan)
         # What is only added to what is carried, by number, with its place there.
         self._sums = dict(filter(None, map(self._sum_at, range(carry))))
@@ -178,8 +183,8 @@ class _Loop:
             return None
         steps = self._plan.actions
         stacks = sorted(self._stacked.values(), key=self._is_stacked)
-        slices = [*filter(None, map(self._of_slice, stacks))]
-        others = stacks[len(slices) :]
+        others = [*filter(self._is_stacked, stacks)]
+        slices = [*map(self._of_slice, stacks[: len(stacks) - len(others)])]
         handed_on = [*filter(None, map(partial(self._handed_on, stacks), steps))]
         results = [*self._plan.results]
         for place in added:
@@ -287,22 +292,22 @@ class _Loop:
 
     def _is_stacked(self, value: Value) -> bool:
         """Whether the loop has to stack a value, which is made of no slice alone."""
-        return self._of_slice(value) is None
+        return self._source_of(value).number not in self._places
 
-    def _of_slice(self, value: Value) -> OfSlice | None:
-        source = value
-        while (maker := self._makers.get(source.number)) is not None:
-            if not (isinstance(maker, Cast) or moves(maker)):
-                return None
-            (source, *_) = maker.operands
-        numbers = [own.number for own in self._slices]
-        if source.number not in numbers:
-            return None
+    def _source_of(self, value: Value) -> Value:
+        """What a value is, before it was cast or moved."""
+        maker = self._makers.get(value.number)
+        if maker is not None and (isinstance(maker, Cast) or moves(maker)):
+            return self._source_of(maker.operands[0])
+        return value
+
+    def _of_slice(self, value: Value) -> OfSlice:
+        source = self._source_of(value)
         steps = needed(self._plan.actions, [value])
         plan = replace(
             self._plan, inputs=[source], extras={}, actions=steps, results=[value]
         )
-        return OfSlice(numbers.index(source.number), plan)
+        return OfSlice(self._places[source.number], plan)
 
     def _equal_to(self, value: Value) -> Value:
         """The first value that is made as this one is."""
