@@ -65,3 +65,17 @@ def test_a_loss_sends_its_gradient_to_the_bias_in_float32(name, of):
     of_rows = jax.grad(loss)(X @ W + B)
     error = np.abs(found - of_rows.sum(0))
     assert (error <= 2e-5 * np.abs(of_rows).sum(0)).all()
+
+
+@pytest.mark.parametrize("activation", [jax.nn.gelu, jax.nn.silu, jnp.tanh])
+def test_a_gated_layer_has_its_gradient_taken_inside(activation):
+    def loss(w, b):
+        gate, up = jnp.split(X @ w + b, 2, axis=-1)
+        return jnp.mean((activation(gate) * up - X[:, :8]) ** 2)
+
+    w = RNG.normal(size=(32, 16)).astype("f") / 6
+    both = jax.value_and_grad(loss, argnums=(0, 1))
+    found = jamp.autocast(both, device_type="cpu")(w, np.zeros(16, "f"))
+    expected = both(w, np.zeros(16, "f"))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=0.02 * np.abs(b).max())

@@ -41,6 +41,10 @@ def _with_gradients_of_biases(
     # Sums with biases by their own numbers, and by those of their 16 bits.
     layers: dict[int, Value] = {}
     moving: dict[int, Bind] = {}  # what moves these 16 bits, by that of its result
+    # What moves the float32 likewise, behind what moves the 16 bits: the first reader
+    # may come to stand there, too.
+    moved: dict[Action, Bind] = {}
+    written = []
 
     def is_known(value: Value) -> bool:
         return value.number in layers or value.number in moving
@@ -49,9 +53,7 @@ def _with_gradients_of_biases(
         taken = action.operands
         places = [place for place in action.widens if is_known(taken[place])]
         if places and _adds_up(action):
-            for place in places:
-                yield from _moved_wide(taken[place].number, layers, moving)
-            wides = [layers[taken[place].number] for place in places]
+            wides = [_moved(taken[p].number, layers, moving, moved) for p in places]
             action = replace(action, operands=[*taken, *wides], shared=places)
         elif moves(action) and is_known(taken[0]):
             moving.update((value.number, action) for value in action.results)
@@ -60,21 +62,27 @@ def _with_gradients_of_biases(
                 layers[action.results[0].number] = action.results[0]
         elif isinstance(action, Cast) and action.operands[0].number in layers:
             layers[action.results[0].number] = action.operands[0]
+        written.append(action)
+    for action in written:
         yield action
+        if action in moved:
+            yield moved[action]
 
 
-def _moved_wide(
-    number: int, layers: dict[int, Value], moving: Mapping[int, Bind]
-) -> Iterator[Bind]:
-    """What moves the float32 of a layer as its 16 bits were, unless that is done."""
-    if number in layers:
-        return
-    source = moving[number].operands[0].number
-    yield from _moved_wide(source, layers, moving)
-    wide = moved_wide(moving[number], layers[source])
-    pairs = zip(moving[number].results, wide.results, strict=True)
-    layers.update((value.number, made) for value, made in pairs)
-    yield wide
+def _moved(
+    number: int,
+    layers: dict[int, Value],
+    moving: Mapping[int, Bind],
+    moved: dict[Action, Bind],
+) -> Value:
+    """The float32 of a layer, moved as its 16 bits were."""
+    if number not in layers:
+        action = moving[number]
+        source = _moved(action.operands[0].number, layers, moving, moved)
+        wide = moved[action] = moved_wide(action, source)
+        pairs = zip(action.results, wide.results, strict=True)
+        layers.update((value.number, made) for value, made in pairs)
+    return layers[number]
 
 
 def _adds_up(action: Action) -> TypeGuard[Cast | Float32Call]:
