@@ -16,14 +16,17 @@ SCATTERS = _names("scatter scatter-add scatter-max scatter-min scatter-mul scatt
 EXTREMES = _names("scatter-max scatter-min")
 # Elementwise, and more than a few instructions for each element.
 TRANSCENDENTAL = _names(
-    "cos cosh erf erfc exp exp2 expm1 log log1p logistic pow sin sinh tan tanh"
+    "acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma erf erf_inv erfc exp",
+    "exp2 expm1 lgamma log log1p logistic pow sin sinh tan tanh",
 )
 COMPARISONS = _names("eq ge gt le lt ne")
 LOGICAL = _names("and not or xor")
 ARITHMETIC = _names(
     "abs add add_any ceil clamp div floor integer_pow max min mul neg one_minus_square",
-    "round rsqrt select_n sign sqrt square sub",
+    "rem round rsqrt select_n sign sqrt square sub",
 )
+# Where their operand hardly changes, their result leaps to another whole number.
+STEPS = _names("ceil floor rem round")
 # Their results have the dtype of their operands; of select_n, of all but the first.
 OF_ONE_DTYPE = TRANSCENDENTAL | ARITHMETIC
 # Elementwise, and dimensions of size one, and scalars, are broadcast.
@@ -95,11 +98,12 @@ CHEAP = (
     | LOGICAL
     | ARITHMETIC
     | POOLS
-    | (REDUCTIONS - _names("argmax argmin reduce_prod reduce_xor"))
+    | (REDUCTIONS - _names("reduce_prod reduce_xor"))
     | _names(
-        "broadcast_in_dim concatenate convert_element_type custom_jvp_call gather iota",
-        "is_finite jit pad reshape rev slice split squeeze stack stop_gradient",
-        "transpose unstack",
+        "bitcast_convert_type broadcast_in_dim concatenate convert_element_type",
+        "custom_jvp_call gather iota is_finite jit pad reshape rev shift_left",
+        "shift_right_arithmetic shift_right_logical slice split squeeze stack",
+        "stop_gradient transpose unstack",
     )
 )
 # Linear algebra without 16-bit kernels. Some releases of JAX refuse 16-bit operands of

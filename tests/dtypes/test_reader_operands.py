@@ -36,6 +36,54 @@ def test_which_is_the_largest_is_asked_before_the_rounding(name, device):
     assert [value.dtype for value in values] == [LOW[device]] * len(values)
 
 
+LEAPS = {
+    "ceil": jnp.ceil,
+    "floor": jnp.floor,
+    "floor_divide": lambda v: v // 2,
+    "fmod": lambda v: jnp.fmod(v, 2),
+    "remainder": lambda v: v % 2,
+    "round": jnp.round,
+}
+
+
+@each_device
+@pytest.mark.parametrize("name", LEAPS)
+def test_where_a_result_leaps_is_asked_before_the_rounding(name, device):
+    """Of three times 16 bits many numbers would be rounded to whole ones."""
+    x = activations(20, 0, LOW[device])
+    found, expected = both(lambda x: LEAPS[name](3 * x), device)(x)
+    np.testing.assert_array_equal(found, expected.astype(found.dtype))
+
+
+@each_device
+def test_which_is_larger_than_a_number_is_asked_before_the_rounding(device):
+    eps = float(jnp.finfo(LOW[device]).eps)
+    x = activations(0.01, 1, LOW[device])
+    # Of x = 1 + eps, three times x is just below it, and rounded just above.
+    compared = both(lambda x: 3 * x >= 3 + 3.2 * eps, device)(x)
+    np.testing.assert_array_equal(*compared)
+
+
+FUNCTIONS = {
+    "arctan": jnp.arctan,
+    "arctan2": lambda v: jnp.arctan2(v, 2.0),
+    "cbrt": jnp.cbrt,
+    "fmod": lambda v: jnp.fmod(v, 3.0),
+    "helper with steps": jax.jit(
+        lambda v: jnp.where(jnp.floor(v) % 2 == 0, 1, -1) * jnp.log(v)
+    ),
+    "poch": lambda v: special.poch(v, 2.0),
+}
+
+
+@each_device
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_a_function_takes_and_gives_is_not_rounded_for_float32(name, device):
+    x = activations(0.25, 0, LOW[device])
+    of_a_logarithm = lambda h: jnp.log(FUNCTIONS[name](h / 3 + 2.5))  # noqa: E731
+    assert error_in_roundings(of_a_logarithm, x, device) <= 0.5
+
+
 MOVES = {
     "at": lambda h: h.at[0].set(1.0),
     "concatenate": lambda h: jnp.concatenate([h, h]),

@@ -25,6 +25,8 @@ class Kind(NamedTuple):
     masks: bool = False  # whether it does so by constants, a number or an array
     compares: bool = False  # whether it takes 16 bits and gives none, as comparisons
     orders: bool = False  # whether it orders them, or says which come first
+    again: bool = False  # whether it is a call whose float32 may be computed again
+    jumps: bool = False  # whether its result leaps where its operand hardly changes
     view: bool = False  # whether calls in float32 that read its result do it themselves
 
 
@@ -56,14 +58,15 @@ def kind_of(action: Action) -> Kind | None:
         return None
     scales = isinstance(action, Bind) and _scales_low(action, _is_number)
     again = isinstance(action, Structural) and _is_made_again(action, names)
-    widens = again and action.results[0].dtype == FLOAT32
     return Kind(
         gives_low=low[0],
         exact=exact,
         moves=names <= _primitives.MOVING,
         linear=scales or names <= _primitives.LINEAR,
         scales=scales,
-        compares=takes_low and not low[0] and not widens,
+        compares=takes_low and not low[0] and not again,
+        again=again,
+        jumps=isinstance(action, Bind) and names <= _primitives.STEPS,
         view=not low[0] and (scales or names == {"broadcast_in_dim"}),
         masks=isinstance(action, Bind) and _scales_low(action, _is_of_numbers),
     )
@@ -80,6 +83,8 @@ def _is_made_again(call: Structural, names: set[str]) -> bool:
 
     On GPUs it moves more bytes, but for what is smaller than what it was reduced from.
     """
+    if call.results[0].dtype != FLOAT32:
+        return False
     if call.device_type == "cpu":
         return True
     shapes = [value.aval.shape for value in call.operands]

@@ -304,14 +304,15 @@ class Readers:
         if same and made & self.pinned:
             self.pinned |= lows
             self.low |= lows
-        if found.compares and len(lows) == 1:
-            # It takes whichever there is.
-            if found.orders or any(v.dtype == FLOAT32 for v in action.results):
-                self._widen(lows, _names(action))
+        if len(lows) == 1 and (found.compares or found.again):
+            self._widen(lows, _names(action))
             return
         if self._is_unrounded(action, found, made, lows):
             self.unrounded.add(action)
             self._widen(lows, chain.from_iterable(self.wide.get(n, ()) for n in made))
+            return
+        if found.jumps and len(lows) == 1:
+            self._widen(lows, _names(action))
             return
         names = self._add_operands(action)
         rounds = found.gives_low and not found.orders

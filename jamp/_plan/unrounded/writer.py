@@ -190,9 +190,12 @@ class _Writer:
         if is_float32_function(action):
             return True
         read = [self._entering(value) for value in taken(action)]
-        if found.compares:
+        if found.compares or found.again:
             # Where XLA spares the rounding of one alone, what is equal would differ.
-            return all(map(self._at_hand, (value for value in read if value.low)))
+            lows = [value for value in taken(action) if value.low]
+            at_hand = all(map(self._at_hand, lows))
+            if found.compares or (at_hand and len(lows) == 1):
+                return at_hand
         if not found.gives_low:
             # It computes in float32 anyway. What it adds is not kept beside 16 bits.
             shape = action.results[0].aval.shape
