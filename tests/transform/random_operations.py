@@ -93,6 +93,11 @@ def gelu_by_hand(x):
     return 0.5 * x * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
+def gated(x, w, b):
+    gate, up = jnp.split(x @ w + b, 2, -1)
+    return jnp.concatenate([jnp.tanh(gate) * up, up], -1) / 2
+
+
 def windows(x, start, function):
     return lax.reduce_window(x, start, function, (2, 2), (1, 1), "SAME")
 
@@ -100,6 +105,7 @@ def windows(x, start, function):
 MATRICES = {
     "matmul": Op(lambda x, w: x @ w, "mw", "m", (1, 4), 4, 3),
     "linear": Op(lambda x, w, b: (x @ w + b) / 2, "mwv", "m", (0.5, 2, 0.5), 2, 4),
+    "gated": Op(gated, "mwv", "m", (1.5, 6, 1.5), 16, 6),
     "product": Op(lambda x, y: x @ y / 4, "mm", "m", (1, 1), 1, 4),
     "scores": Op(
         lambda x, y: jnp.einsum("ij,kj->ik", x, y) / 4, "mm", "m", (1, 1), 1, 4

@@ -98,6 +98,10 @@ def check_gradients(program):
         allowed = sum(map(math.prod, zip(sizes, turns, strict=True)))
         actual = evaluated(differentiated(rewritten(program, device)), ENV)
         assert_gradients_near(actual, expected, SECOND_ORDER * allowed)
+        as_written = functools.partial(program, device=device)
+        inside = autocast(differentiated(as_written), device)
+        found = [gradient.astype(jnp.float32) for gradient in evaluated(inside, ENV)]
+        assert_gradients_near(found, expected, SECOND_ORDER * allowed)
 
 
 def check_types(program):
