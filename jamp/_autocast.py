@@ -92,12 +92,12 @@ class _Programs:
 
 def _run(call: Prepared, options: Options, eager_programs: _Programs) -> Any:
     """Runs a call under autocast; an eager one again as what it was rewritten to."""
-    leaves, tree = jax.tree.flatten((call.args, call.kwargs))
+    leaves = jax.tree.leaves((call.args, call.kwargs))
     arrays = [leaf for leaf in leaves if is_array(leaf)]
     # What traces anew, as a new jax.jit does, sees what is new. A program that runs
     # again is not checked for NaN by JAX.
     once = under_trace(arrays) or looks_for_nans()
-    key = None if once else signature(leaves, tree, options)
+    key = None if once else signature((call.args, call.kwargs, call.behind), options)
     found = None if key is None else eager_programs.get(key)
     if found is None:
         traced = trace(call.fn, options, call.args, call.kwargs)
@@ -253,9 +253,9 @@ def autocast(
     the dtypes of the parameters.
 
     `fn` takes and returns any pytrees. It is traced once per signature, but at every
-    call outside of `jax.jit` if it closes over JAX arrays; leaves that are not arrays
-    are passed to it as they are, and may be returned, as may constants such as strings.
-    Results keep the dtype they were computed in.
+    call outside of `jax.jit` if it closes over JAX arrays, or if it is a method of an
+    object, or gets one, whose class defines no `__hash__`. Leaves that are not arrays
+    may be returned, as may constants. Results keep the dtype they were computed in.
 
     Also a decorator, with or without arguments, and inside a transformed function a
     context manager for a region:

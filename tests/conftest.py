@@ -99,6 +99,14 @@ def pytest_runtest_teardown(item):
 
 
 @pytest.fixture
+def earlier_objects_left_alone():
+    """Garbage is looked for among new objects: the checks for leaks do so often."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
 def choose_processor(tmp_path):
     """Gives this machine another processor, as `processor_with` does."""
     with ExitStack() as stack:

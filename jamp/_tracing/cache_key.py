@@ -3,7 +3,7 @@
 import enum
 import types
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from inspect import unwrap
 from typing import Any
 
@@ -34,8 +34,22 @@ _CONSTANTS = (
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 
 
-def signature(leaves: Sequence[Any], tree: Any, options: Hashable) -> Hashable:
-    """What a trace depends on, or None if equal calls cannot be told by it."""
+def innermost(fn: Any) -> Any:
+    """The function in what wraps it, up to a method.
+
+    A method has the attributes of its function, and seems to wrap what that wraps.
+    """
+    return unwrap(fn, stop=lambda found: isinstance(found, types.MethodType))
+
+
+def signature(given: Any, options: Hashable) -> Hashable:
+    """What a trace depends on, or None if equal calls cannot be told by it.
+
+    Args:
+      given: the arguments, and what stands behind the function, as a tree.
+      options: those of autocast.
+    """
+    leaves, tree = jax.tree.flatten(given)
     parts = [jax.typeof(leaf) if is_array(leaf) else _static(leaf) for leaf in leaves]
     if None in parts:
         return None
@@ -59,7 +73,7 @@ def _static(leaf: Any) -> Hashable:
         return None
     by_identity: Any = object.__hash__
     # A function may be wrapped, by JAX or a decorator.
-    if kind.__hash__ is by_identity and not isinstance(unwrap(leaf), _FUNCTIONS):
+    if kind.__hash__ is by_identity and not isinstance(innermost(leaf), _FUNCTIONS):
         return None  # it may hold something else by the next call
     try:
         return kind, hash(leaf), weakref.ref(leaf)

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import jax
 import numpy as np
 
 from jamp._tracing import nnx_modules
-from jamp._tracing.cache_key import Constant
+from jamp._tracing.cache_key import Constant, innermost
 from jamp._tracing.checks import refuse_linen
 from jamp._tracing.nnx_modules import Prepared
 from jamp._tracing.trace import pass_for
@@ -32,7 +33,10 @@ def prepare(
     refuse_linen(fn, args)
     follow = partial(_followed, returned=returned)
     found = nnx_modules.packed(fn, args, kwargs, follow)
-    return found or Prepared(follow(fn), args, kwargs, lambda result: result)
+    found = found or Prepared(follow(fn), args, kwargs, lambda result: result)
+    if nnx_modules.is_stateful(getattr(fn, "__self__", fn)):
+        return found  # its state is among the arguments by now
+    return found._replace(behind=_behind(fn))
 
 
 def without_partials(fn: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
@@ -41,6 +45,19 @@ def without_partials(fn: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         args, kwargs = (*_bound(fn.args), *args), {**_bound(fn.keywords), **kwargs}
         fn = fn.func
     return fn, args, kwargs
+
+
+def _behind(fn: Any) -> list[Any]:
+    """The objects that a function is, is bound to or binds, through what wraps them.
+
+    What it closes over is not among them: that is a constant, as for `jax.jit`.
+    """
+    fn = innermost(fn)
+    if isinstance(fn, partial):
+        return [*_behind(fn.func), _bound((fn.args, fn.keywords))]
+    if isinstance(fn, MethodType):
+        return [*_behind(fn.__func__), _bound(fn.__self__)]
+    return [_bound(fn)]
 
 
 def _bound(tree: Any) -> Any:

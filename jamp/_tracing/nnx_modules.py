@@ -7,7 +7,7 @@ for it.
 
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,6 +37,8 @@ class Prepared(NamedTuple):
     # Gives where in the modules each object is, by its number in a change.
     paths: Callable[[], Mapping[int, tuple[Any, ...]]] = dict
     packed: bool = False  # whether there were any
+    # Objects of the function's own, which may change as arguments do.
+    behind: Sequence[Any] = ()
 
 
 def is_module(value: Any) -> bool:

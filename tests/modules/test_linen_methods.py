@@ -14,6 +14,32 @@ gpu = functools.partial(jamp.autocast, device_type="gpu")
 x22 = jnp.ones((2, 2))
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda model: model.apply,
+        lambda model: functools.partial(model.apply),
+        lambda model: jax.vmap(model.apply, (None, 0)),
+    ],
+    ids=["method", "partial", "vmap"],
+)
+def test_eager_calls_of_apply_trace_once(function):
+    traces = []
+
+    class Traced(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            traces.append(x.shape)
+            return nn.Dense(2)(x)
+
+    model = Traced()
+    parameters = model.init(jax.random.key(0), x22)
+    traces.clear()
+    fn = gpu(function(model))
+    fn(parameters, x22), fn(parameters, x22)
+    assert len(traces) == 1
+
+
 class OverCompact(nn.Module):
     @jamp.autocast
     @nn.compact
