@@ -71,6 +71,8 @@ class Function:
     # Whether a table's rule holds for the function's own code alone, and not for what
     # it is handed, as a layer its `dot_general`.
     own_code: bool = field(default=False, compare=False)
+    # The file and key of a table, for an error about a name that is looked up later.
+    where: str = field(default="", compare=False)
 
     @classmethod
     def of(cls, obj: Any) -> Self:
@@ -96,20 +98,27 @@ class Function:
         by_name = Function(self.name, required=False)
         if self.code is None or by_name.resolve() is not self.code:
             return super().__reduce_ex__(protocol)
-        known = self.name, self.required, self.elementwise, self.own_code
+        known = self.name, self.required, self.elementwise, self.own_code, self.where
         return _named, known
 
     def resolve(self) -> CodeType | None:
         """The code object, or None while the function's module is not imported."""
         try:
             return self.code or _resolve(self.name)
-        except PolicyError:
-            if self.required:
-                raise
-            return None
+        except PolicyError as error:
+            if not self.required:
+                return None
+            if self.where:
+                raise PolicyError(f"{self.where}: {error}") from None
+            raise
+
+    @property
+    def lacks_package(self) -> bool:
+        """Whether its package is not installed, let alone imported."""
+        return self.resolve() is None and find_spec(self.name.split(".")[0]) is None
 
 
-def _named(name: str, *known: bool) -> Function:
+def _named(name: str, *known: Any) -> Function:
     return Function(name, _resolve(name), *known)
 
 

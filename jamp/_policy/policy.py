@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property, lru_cache
-from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend.core import Primitive
 
 from jamp._dtypes import LOW_DTYPES, LOW_NAMES, DType
-from jamp._errors import PolicyError
+from jamp._errors import JampWarning, PolicyError
 from jamp._policy.functions import Function
 from jamp._policy.rules import DEVICES, Rule, Unsafe, check_primitive, to_rule
 from jamp._policy.tables import read_builtin, read_file
@@ -87,12 +87,28 @@ class Policy:
           The policy.
 
         Raises:
-          PolicyError: the file cannot be read, or has an unknown key, rule, primitive
-            or function; the message names the file and the key.
+          PolicyError: the file cannot be read, has an unknown key, rule or primitive,
+            or a function that its module, which is imported, lacks. The message names
+            the file and the key. Names of modules that are imported later are looked
+            up, and raise, when a function is traced after that.
+
+        Warns:
+          JampWarning: a function's package is not installed.
         """
         if str(source) in DEVICES:
             return _builtin(DEVICES[str(source)])
-        return cls(**read_file(source))
+        policy = cls(**read_file(source))
+        given = (*dict(policy.functions), *policy.activation_results)
+        for function in given:
+            if function.required and function.lacks_package:
+                warnings.warn(
+                    f"{function.where}: {function.name!r} is of a package that is not "
+                    "installed, so the entry decides about nothing: correct the name, "
+                    "or install the package",
+                    JampWarning,
+                    stacklevel=2,
+                )
+        return policy
 
     def with_rules(self, **rules: Iterable[Any]) -> Policy:
         """Returns a policy in which the given entries have new rules.
@@ -103,8 +119,10 @@ class Policy:
             dotted name is a function, one without a dot a primitive.
 
         Raises:
-          PolicyError: an unknown rule, primitive or function, one of a package that is
-            not installed, or one entry given twice.
+          PolicyError: an unknown rule or primitive, a function that its module, which
+            is imported, lacks, one of a package that is not installed, or one entry
+            given twice. A name of a module that is imported later is looked up, and
+            raises, when a function is traced after that.
         """
         given: dict[Any, tuple[str | Function, Rule]] = {}
         for name, entries in rules.items():
@@ -225,8 +243,9 @@ class Policy:
         if not isinstance(entry, str):
             return Function.of(entry)
         if "." in entry:
-            function, package = Function(entry), entry.partition(".")[0]
-            if function.resolve() is None and find_spec(package) is None:
+            function = Function(entry)
+            if function.lacks_package:
+                package = entry.partition(".")[0]
                 raise PolicyError(
                     f"{entry!r} is of a package {package!r}, which is not installed: "
                     "give the whole name, as 'jax.numpy.interp', or the function itself"

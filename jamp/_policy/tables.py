@@ -3,6 +3,7 @@
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 from os import PathLike
@@ -64,7 +65,7 @@ def _parse(text: str, file: str, stem: str, builtin: bool = False) -> dict[str, 
                 f"{', '.join(BUILTIN)})"
             )
         found = dict(_NOTHING if extends is None else read_builtin(extends))
-        for kind, rules in _rules(table, builtin).items():
+        for kind, rules in _rules(table, file, builtin).items():
             # Functions that are equal may still differ in whether they are elementwise.
             kept = {key: rule for key, rule in found[kind] if key not in rules}
             found[kind] = tuple({**kept, **rules}.items())
@@ -83,20 +84,24 @@ def _parse(text: str, file: str, stem: str, builtin: bool = False) -> dict[str, 
             found["unsafe"] = tuple(_unsafe(table["unsafe"]))
         results = _group(table, "results", ("activation",)).get("activation", [])
         with _inside("results.activation"):
-            names = [_entry(name, "functions") for name in _strings(results)]
+            where = f"{file}: results.activation"
+            names = [_entry(name, "functions", where) for name in _strings(results)]
             found["activation_results"] += tuple(names)
         return found
 
 
-def _rules(table: dict[str, Any], builtin: bool) -> dict[str, dict[Any, Rule]]:
+def _rules(
+    table: dict[str, Any], file: str, builtin: bool
+) -> dict[str, dict[Any, Rule]]:
     found: dict[str, dict[Any, Rule]] = {"primitives": {}, "functions": {}}
     for rule in Rule:
         own_code = builtin and rule is Rule.LOWER
         for kind, names in _group(table, rule.value, (*found, "elementwise")).items():
             rules = found["functions" if kind == "elementwise" else kind]
-            with _inside(f"{rule.value}.{kind}"):
+            key = f"{rule.value}.{kind}"
+            with _inside(key):
                 for name in _strings(names):
-                    entry = _entry(name, kind, not builtin, own_code)
+                    entry = _entry(name, kind, f"{file}: {key}", not builtin, own_code)
                     if entry in rules:
                         other = f"{rules[entry].value}.{kind}"
                         raise PolicyError(f"{name!r} is listed under {other} too")
@@ -105,7 +110,11 @@ def _rules(table: dict[str, Any], builtin: bool) -> dict[str, dict[Any, Rule]]:
 
 
 def _entry(
-    name: str, kind: str, required: bool = True, own_code: bool = False
+    name: str,
+    kind: str,
+    where: str = "",
+    required: bool = True,
+    own_code: bool = False,
 ) -> str | Function:
     """A primitive, or a function, which has to exist if its module is imported."""
     if kind == "primitives":
@@ -114,7 +123,7 @@ def _entry(
         raise PolicyError(f"{name!r} is not a dotted name")
     function = Function(name, None, required, kind == "elementwise", own_code)
     function.resolve()
-    return function
+    return replace(function, where=where)
 
 
 def _unsafe(groups: Any) -> Iterator[Unsafe]:

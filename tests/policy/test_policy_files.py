@@ -1,7 +1,11 @@
 """Policies from the TOML files of users."""
 
+import importlib
+import sys
+
 import jax
 import jax.numpy as jnp
+import pytest
 from asked_policies import rule, under, x22
 
 import jamp
@@ -46,8 +50,27 @@ def test_a_file_that_extends_nothing_knows_only_its_own_entries(tmp_path):
 
 def test_a_function_whose_module_is_not_imported_waits_for_it(tmp_path):
     table = '[lower]\nfunctions = ["not_installed_anywhere.layers.Dense"]\n'
-    policy = jamp.Policy.load(write(tmp_path, f'extends = "gpu"\n{table}'))
+    path = write(tmp_path, f'extends = "gpu"\n{table}')
+    with pytest.warns(jamp.JampWarning, match="lower.functions: 'not_installed_any"):
+        policy = jamp.Policy.load(path)
     assert under(policy, lambda x: x @ x) == "float16"
+
+
+def test_a_wrong_name_in_a_module_imported_later_names_file_and_key(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "imported_later.py").write_text("def doubled(x):\n    return x + x\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    table = '[float32]\nfunctions = ["imported_later.dubled"]\n'
+    path = write(tmp_path, f'extends = "gpu"\n{table}')
+    policy = jamp.Policy.load(path)
+    importlib.import_module("imported_later")
+    try:
+        message = f"{path}: float32.functions: there is no .*imported_later.doubled"
+        with pytest.raises(jamp.PolicyError, match=message):
+            under(policy, lambda x: x @ x)
+    finally:
+        del sys.modules["imported_later"]
 
 
 def test_a_float32_table_leaves_programs_as_written(tmp_path):
