@@ -95,7 +95,7 @@ class Underflow:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Diagnosis:
     """What autocast did to the numbers of a program.
 

@@ -23,7 +23,8 @@ _LOW = frozenset(dtype.name for dtype in _dtypes.LOW_DTYPES)
 _SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "float64": "f64"}
 
 
-@dataclass(frozen=True)
+# Compared as objects: each holds the equations of its own trace.
+@dataclass(frozen=True, eq=False)
 class Counted:
     """Operations, and what is counted of them.
 
@@ -318,7 +319,7 @@ class PolicyEntry(NamedTuple):
         return f"{self.kind} {self.name!r} ({self.rule.value})"
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Figures(Counted):
     """What is known of a function under autocast; see `Report`."""
 

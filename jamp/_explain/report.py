@@ -26,7 +26,7 @@ from jamp._tracing.options import Options
 from jamp._tracing.regions import options_around, options_inside
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Report(Figures):
     """What runs in which dtype, and why.
 

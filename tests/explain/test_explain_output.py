@@ -249,6 +249,11 @@ def test_a_copy_of_a_report_is_equal_to_it(report):
     assert copy.copy(report) == report
 
 
+def test_a_report_is_equal_to_itself_alone_and_has_a_hash():
+    report, again = (jamp.explain(lambda x: x @ x)(jnp.ones((2, 2))) for _ in range(2))
+    assert len({report, report, again}) == 2
+
+
 def test_data_of_symbolic_shapes_is_json():
     (rows,) = jax.export.symbolic_shape("b")
     report = jamp.explain(lambda x: jnp.exp(x @ x.T), device_type="gpu")(
