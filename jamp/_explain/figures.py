@@ -31,22 +31,22 @@ class Counted:
     Counted is the program as JAX traces it, before XLA fuses operations. What stands in
     a scan counts once for each iteration, and in a `shard_map` once for each device;
     the body of a while loop counts once, because nothing tells how often it runs, and
-    of a conditional every branch counts. That holds for all figures, for the numbers of
-    matmuls and casts as for FLOPs and bytes; only `operations` has an equation once,
-    with how often it runs. The insides of what autocast leaves alone,
-    such as Pallas kernels, do not count.
+    of a conditional every branch counts. That holds for all numbers, of FLOPs and bytes
+    as of `low_matmuls` and `casts`. The tuples `operations` and `matmuls` have an
+    equation once, with how often it runs as its `times`. The insides of what autocast
+    leaves alone, such as Pallas kernels, do not count.
     """
 
     operations: tuple[Operation, ...]  # the equations, those of inner programs included
 
     @property
     def matmuls(self) -> tuple[Operation, ...]:
-        """The matmuls and convolutions."""
+        """The matmuls and convolutions, each once however often it runs."""
         return tuple(op for op in self.operations if op.record.is_product)
 
     @property
     def low_matmuls(self) -> int:
-        """How many of them compute on 16-bit operands."""
+        """Number of matmuls and convolutions that compute on 16-bit operands."""
         return runs(op for op in self.matmuls if op.record.computes_low)
 
     @cached_property
@@ -56,7 +56,7 @@ class Counted:
 
     @cached_property
     def low_flop_share(self) -> float:
-        """Share, from 0 to 1, of those operations that run on 16-bit operands."""
+        """Share, from 0 to 1, of `flops` that run on 16-bit operands."""
         low = sum(op.flops for op in self.operations if op.record.computes_low)
         return low / self.flops if self.flops else 0.0
 
@@ -73,7 +73,7 @@ class Counted:
 
     @property
     def low_byte_share(self) -> float:
-        """Share, from 0 to 1, of those bytes that are of 16-bit floats."""
+        """Share, from 0 to 1, of `result_bytes` that are of 16-bit floats."""
         total = sum(self.result_bytes.values())
         low = sum(size for name, size in self.result_bytes.items() if name in _LOW)
         return low / total if total else 0.0
@@ -85,7 +85,7 @@ class Counted:
 
     @cached_property
     def cast_bytes(self) -> int:
-        """Bytes that these conversions read and write, where XLA fuses none away."""
+        """Bytes that `casts` read and write, where XLA fuses none away."""
         return sum(op.cast_bytes for op in self.operations)
 
 

@@ -104,7 +104,7 @@ class Report(Figures):
         return html.page(self)
 
     def save_html(self, path: str | Path) -> None:
-        """Writes that page to a file, to open in a browser.
+        """Writes the report as one HTML page to a file, to open in a browser.
 
         Args:
           path: the file; one that is there is overwritten.
