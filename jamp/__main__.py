@@ -144,7 +144,9 @@ def _add_commands_for_functions(
         help="which arguments the gradient is taken of, as in --argnums=0,-1 (default: "
         "0, the first)",
     )
-    diagnose.add_argument("--plot", metavar="FILE", help="draw exponents, as PNG")
+    diagnose.add_argument(
+        "--plot", metavar="FILE", help="draw exponents, in the format of the suffix"
+    )
     diagnose.add_argument("--json", metavar="FILE", help="write the diagnosis as data")
     diagnose.set_defaults(run=_diagnose)
 
