@@ -62,8 +62,8 @@ def below_float32(dtype: Any) -> bool:
     return eligible(dtype) and dtype.itemsize < 4
 
 
-def is_float64(dtype: Any) -> bool:
-    """Whether a value of this dtype keeps its whole equation as traced."""
+def is_double(dtype: Any) -> bool:
+    """Whether it is float64, or complex of such: its whole equation runs as traced."""
     return dtype in (np.float64, np.complex128)
 
 

@@ -25,7 +25,7 @@ from jax.extend.core import (
 )
 
 from jamp._compat import array_in, becomes_a_program, checkpoint, settings
-from jamp._dtypes import FLOAT32, dtype_of, eligible, is_float64, shape_of
+from jamp._dtypes import FLOAT32, dtype_of, eligible, is_double, shape_of
 from jamp._primitives import CALLS, CHEAP, PLAIN
 
 T = TypeVar("T")
@@ -79,7 +79,7 @@ def is_cheap(eqns: Sequence[JaxprEqn]) -> bool:
 def runs_in_float32(eqns: Sequence[JaxprEqn]) -> bool:
     """Whether all that autocast could cast in some equations is float32 as traced."""
     return all(
-        dtype is None or dtype == FLOAT32 or not (eligible(dtype) or is_float64(dtype))
+        dtype is None or dtype == FLOAT32 or not (eligible(dtype) or is_double(dtype))
         for dtype in map(dtype_of, atoms(nested(eqns)))
     )
 

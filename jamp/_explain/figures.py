@@ -11,7 +11,7 @@ from string import digits
 from typing import Any, NamedTuple
 
 from jamp import _dtypes
-from jamp._explain.operations import Operation, counted, is_closed
+from jamp._explain.operations import Operation, counted, is_opaque
 from jamp._explain.residuals import Residuals
 from jamp._plan.records import Note, Origin, Record
 from jamp._policy.policy import Policy, entries
@@ -372,12 +372,12 @@ class Figures(Counted):
         matmuls = self.matmuls
         wide = [op for op in matmuls if not op.record.computes_low]
         reasons = ", ".join(sorted({op.reason for op in wide}))
-        names, closed = counted(self.unknown), counted(filter(is_closed, self.records))
+        names, opaque = counted(self.unknown), counted(filter(is_opaque, self.records))
         added = ", ".join(str(entry) for entry in self.unused if entry.added)
         sentences = [
             (0 < len(wide) == len(matmuls), f"NO MATMUL RUNS IN 16 BITS: {reasons}"),
             (names, f"ran as traced, because the policy does not know them: {names}"),
-            (closed, f"ran as traced, with all that is inside: {closed}"),
+            (opaque, f"ran as traced, with all that is inside: {opaque}"),
             (added, f"entries added to the policy that decided about nothing: {added}"),
             (
                 0 < len(wide) < len(matmuls),

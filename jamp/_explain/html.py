@@ -152,7 +152,7 @@ def _computes_in(row: Row) -> str:
     """The floating dtype of the operands of its largest operation, the widest."""
     largest = max(row.operations, key=lambda op: (op.flops, op.result_bytes.total()))
     dtypes = [d for d in largest.record.operands if d is not None]
-    floats = [d for d in dtypes if _dtypes.eligible(d) or _dtypes.is_float64(d)]
+    floats = [d for d in dtypes if _dtypes.eligible(d) or _dtypes.is_double(d)]
     return short(max(floats, key=lambda d: d.itemsize)) if floats else "other"
 
 

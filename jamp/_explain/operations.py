@@ -103,7 +103,7 @@ def _operation(record: Record, listed: Listed, times: int) -> Operation:
         decided=not call
         or bool(record.casts)
         or function is not None
-        or is_closed(record),
+        or is_opaque(record),
         reason=reason,
         why=why,
         shapes=tuple(filter(None, map(_dtypes.shape_of, atoms))),
@@ -117,7 +117,7 @@ def _operation(record: Record, listed: Listed, times: int) -> Operation:
     )
 
 
-def is_closed(record: Record) -> bool:
+def is_opaque(record: Record) -> bool:
     """Whether it is of a call of a program that autocast could not enter."""
     return record.ruling.origin is Origin.OPAQUE and record.primitive in STRUCTURAL
 

@@ -38,7 +38,7 @@ def choose(rule: Rule, eqn: JaxprEqn, operands: Values, low: DType) -> Dtypes:
     """The dtypes in which an equation computes under a rule, and those it rounds to."""
     if rule is Rule.LOWER and any(_dtypes.is_complex(v.dtype) for v in operands):
         rule = Rule.AS_TRACED
-    if rule is Rule.AS_TRACED or any(_dtypes.is_float64(v.dtype) for v in operands):
+    if rule is Rule.AS_TRACED or any(_dtypes.is_double(v.dtype) for v in operands):
         pairs = zip(eqn.invars, operands, strict=True)
         return Dtypes(
             tuple([_dtypes.dtype_of(v) if x.eligible else None for v, x in pairs])
