@@ -36,6 +36,11 @@ def size_of(shape: Iterable[Any]) -> int | None:
     return math.prod(sizes) if known else None
 
 
+def known_size(shape: Iterable[Any]) -> int:
+    """The number of elements; 0 of a shape with a size that is not known yet."""
+    return size_of(shape) or 0
+
+
 @cache
 def eligible(dtype: Any) -> bool:
     """Whether autocast may cast values of this dtype.

@@ -18,7 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jamp import _primitives
 from jamp._compat import scan_counts
-from jamp._dtypes import size_of
+from jamp._dtypes import known_size
 from jamp._emit.loop_weights import Behind, ByMatrix, made_behind
 from jamp._emit.recurring import MADE_OF
 from jamp._equations import contracted, nested
@@ -307,8 +307,7 @@ def _numbers(values: Iterable[Value]) -> set[int]:
 
 
 def size_of_value(value: Value) -> int:
-    # What is not known yet counts for nothing.
-    return size_of(getattr(value.aval, "shape", ())) or 0
+    return known_size(getattr(value.aval, "shape", ()))
 
 
 def _reads(step: Action, values: set[int]) -> bool:

@@ -89,7 +89,7 @@ def _operation(record: Record, listed: Listed, times: int) -> Operation:
     if not call and record.primitive != "convert_element_type":
         for var, dtype in zip(eqn.outvars, record.results, strict=True):
             if hasattr(dtype, "itemsize"):
-                size = _size(_dtypes.shape_of(var)) * dtype.itemsize
+                size = _dtypes.known_size(_dtypes.shape_of(var)) * dtype.itemsize
                 result_bytes[str(dtype)] += size * times
     return Operation(
         record,
@@ -111,7 +111,8 @@ def _operation(record: Record, listed: Listed, times: int) -> Operation:
         result_bytes=result_bytes,
         cast_bytes=times
         * sum(
-            _size(cast.shape) * (cast.source.itemsize + cast.target.itemsize)
+            _dtypes.known_size(cast.shape)
+            * (cast.source.itemsize + cast.target.itemsize)
             for cast in record.casts
         ),
     )
@@ -126,11 +127,6 @@ def counted(records: Iterable[Record]) -> str:
     """The primitives of records, and how many there are of each."""
     names = Counter(record.primitive for record in records)
     return ", ".join(f"{name} ({names[name]})" for name in sorted(names))
-
-
-def _size(shape: tuple[object, ...]) -> int:
-    """Number of elements; what is not known counts for nothing."""
-    return _dtypes.size_of(shape) or 0
 
 
 def _repeats(eqn: JaxprEqn) -> int:

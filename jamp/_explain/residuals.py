@@ -32,7 +32,7 @@ class Residual(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return (_dtypes.size_of(self.shape) or 0) * self.dtype.itemsize
+        return _dtypes.known_size(self.shape) * self.dtype.itemsize
 
 
 class Residuals(NamedTuple):

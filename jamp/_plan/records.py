@@ -160,7 +160,7 @@ class Record:
         if not self.is_product:
             return 0.0
         sizes = [*_dtypes.shape_of(self.eqn.outvars[0]), *contracted(self.eqn)]
-        return 2.0 * (_dtypes.size_of(sizes) or 0)
+        return 2.0 * _dtypes.known_size(sizes)
 
     @property
     def computes_low(self) -> bool:
