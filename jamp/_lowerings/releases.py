@@ -4,9 +4,11 @@ import jaxlib
 
 _RELEASE = jaxlib.version.__version_info__
 
-# Whether it moves bfloat16 as float32: all of a stack, to put one more on it.
+# Whether XLA turns bfloat16 into float32 and back to move it. To write one slice of a
+# stack it then converts the whole stack.
 MOVES_BFLOAT16_AS_FLOAT32 = _RELEASE < (0, 11, 2)
-# Whether it may write products of bfloat16 in it as fast as in float32.
+# Whether a product that XLA writes in bfloat16 can be as fast as one that it writes in
+# float32, to be rounded.
 ROUNDS_PRODUCTS = _RELEASE >= (0, 11)
-# Whether barriers are there until it has decided what to run first.
+# Whether XLA keeps optimization barriers until it has put what it runs in order.
 KEEPS_BARRIERS = _RELEASE >= (0, 11, 1)

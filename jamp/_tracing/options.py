@@ -170,7 +170,7 @@ def _shown(option: Any) -> str:
     return str(getattr(option, "name", option))
 
 
-# Names of dtypes that NumPy does not know.
+# What PyTorch and its users call dtypes that jamp takes by another name.
 _SHORT = {"half": "float16", "fp16": "float16", "bf16": "bfloat16"}
 _LOW = tuple(dtype.name for dtype in _dtypes.LOW_DTYPES)
 
