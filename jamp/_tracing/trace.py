@@ -99,10 +99,12 @@ def trace(fn: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> T
         inner_args, inner_kwargs = jax.tree.unflatten(tree, filled)
         try:
             result = fn(*inner_args, **inner_kwargs)
-        except (TypeError, ValueError, NotImplementedError) as error:
+        except Exception as error:
             # Before JAX takes its own frames out of the traceback.
-            out["refused"] = _raised_by_jax(error)
-            _say_who_traces(error)
+            by_jax = _raised_by_jax(error)
+            out["refused"] = by_jax and isinstance(error, _OF_DTYPES)
+            if isinstance(error, _UNKNOWN_YET) or (by_jax and _WORDS in str(error)):
+                _say_who_traces(error)
             raise
         refuse_made(result, leaves)
         found, out["tree"] = jax.tree.flatten(result)
@@ -181,20 +183,26 @@ def _say_who_traces(error: Exception) -> None:
 
     To an error that has been told, nothing.
     """
-    note = (
-        "jamp.autocast traces the function as jax.jit does: choose between values with "
-        "jnp.where or jax.lax.cond, or make what decides an argument that is no array"
+    instead = (
+        "choose between values with jnp.where or jax.lax.cond, or make what decides an "
+        "argument that is no array: an int instead of a NumPy integer"
     )
-    told = note in getattr(error, "__notes__", ())
-    if isinstance(error, _UNKNOWN_YET) and not told:
+    if isinstance(error, AttributeError):
+        instead = "ask for what only a computed array has outside, of its result"
+    note = f"jamp.autocast traces the function as jax.jit does: {instead}"
+    if note not in getattr(error, "__notes__", ()):
         error.add_note(note)
 
 
+# Errors of JAX's that tell that it takes no 16 bits.
+_OF_DTYPES = (TypeError, ValueError, NotImplementedError)
 _UNKNOWN_YET = (
     jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
+_WORDS = "concrete value"  # in others of JAX's that say the same
 
 
 def _raised_by_jax(error: Exception) -> bool:
