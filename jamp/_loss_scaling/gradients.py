@@ -16,7 +16,12 @@ import jax.numpy as jnp
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jamp._compat import api_boundary
-from jamp._errors import ScalerError, ScalerTypeError, did_you_mean
+from jamp._errors import (
+    AutocastTypeError,
+    ScalerError,
+    ScalerTypeError,
+    did_you_mean,
+)
 from jamp._loss_scaling.arguments import instances
 from jamp._loss_scaling.arithmetic import noting_scaled, scaled
 from jamp._loss_scaling.states import find_scale, refuse_stack
@@ -84,7 +89,7 @@ def value_and_grad(
         if isinstance(inspect.unwrap(loss_fn), functools.partial):
             # flax.nnx would take the keywords that it has bound for arguments.
             del vars(with_scale)["__wrapped__"]
-        transform = _value_and_grad_for(args, kwargs)
+        transform = _value_and_grad_for(numbers, args, kwargs)
         known = numbers if transform is jax.value_and_grad else ()
         fn, args = _of_arrays(with_scale, args, known, options.get("allow_int", False))
         differentiate = transform(fn, argnums=argnums, has_aux=True, **options)
@@ -170,8 +175,6 @@ def _of_arrays(
     """
     held = {}
     for n in numbers:
-        if n not in range(-len(args), len(args)):
-            continue  # JAX raises
         leaves = tree_leaves_with_path(args[n])
         numeric = all(is_array(leaf) or isinstance(leaf, Number) for _, leaf in leaves)
         of_equinox = _has_module_of_equinox(args[n])
@@ -239,11 +242,22 @@ def _loss_in(
     return loss
 
 
-def _value_and_grad_for(*arguments: Any) -> Callable[..., Any]:
+def _value_and_grad_for(
+    numbers: Sequence[Any], args: Sequence[Any], kwargs: Any
+) -> Callable[..., Any]:
     """The `value_and_grad` for arguments: flax.nnx's for what has state, or JAX's.
 
     JAX's takes a module for a tree of parameters, and loses what a call changes in it.
+    Raises for a number that is of no argument.
     """
+    for number in numbers:
+        # Of an `nnx.DiffState`, that of the module's argument.
+        n = getattr(number, "argnum", number)
+        if not -len(args) <= n < len(args):
+            raise AutocastTypeError(
+                f"argnums is {n}, which is none of the {len(args)} that the loss was "
+                "given by position: what is given by name has no number"
+            )
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return jax.value_and_grad
@@ -252,7 +266,7 @@ def _value_and_grad_for(*arguments: Any) -> Callable[..., Any]:
         # Of an `nnx.State` a call gets the arrays.
         return isinstance(node, nnx.State) or is_stateful(node)
 
-    found = any(map(is_stateful, jax.tree.leaves(arguments, is_leaf=is_leaf)))
+    found = any(map(is_stateful, jax.tree.leaves((args, kwargs), is_leaf=is_leaf)))
     return nnx.value_and_grad if found else jax.value_and_grad
 
 

@@ -371,3 +371,18 @@ def test_a_loss_of_scaled_gradients_is_taken():
     value, grads = jamp.value_and_grad(penalty)(state, w)
     assert value == 9 + 144
     np.testing.assert_allclose(grads, 8 * 36 * w**3)
+
+
+@pytest.mark.parametrize("argnums", ["w", None, 0.0, {0}])
+def test_an_argument_to_differentiate_at_is_named_by_its_number(argnums):
+    with pytest.raises(jamp.AutocastTypeError, match="argnums must be the number of"):
+        jamp.value_and_grad(jnp.sum, argnums=argnums)
+
+
+@pytest.mark.parametrize("argnums", [5, -2, (0, 1)])
+def test_an_argument_to_differentiate_at_has_to_be_there(argnums):
+    w = jnp.ones(2)
+    state = jamp.dynamic_loss_scaling(optax.sgd(0.1)).init(w)
+    message = "none of the 1 that the loss was given by position"
+    with pytest.raises(jamp.AutocastTypeError, match=message):
+        jamp.value_and_grad(jnp.sum, argnums)(state, w)

@@ -302,12 +302,6 @@ def test_inputs_given_beside_a_function_are_told_where_they_go(transform):
         transform(3)
 
 
-@pytest.mark.parametrize("argnums", ["w", None, 0.0, {0}])
-def test_an_argument_to_differentiate_at_is_named_by_its_number(argnums):
-    with pytest.raises(jamp.AutocastTypeError, match="argnums must be the number of"):
-        jamp.value_and_grad(jnp.sum, argnums=argnums)
-
-
 @pytest.mark.parametrize(
     "decorator, ending",
     [
