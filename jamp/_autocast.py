@@ -2,7 +2,7 @@
 
 import functools
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import (
     Any,
@@ -29,12 +29,13 @@ from jamp._lowerings.processor import warn_if_slow
 from jamp._plan.planner import make_plan, warn_unmatched
 from jamp._policy.policy import Policy
 from jamp._tracing import calls, regions
-from jamp._tracing.cache_key import signature
+from jamp._tracing.cache_key import Programs, signature
 from jamp._tracing.checks import check_function, is_array
 from jamp._tracing.nnx_modules import Prepared, is_module
 from jamp._tracing.options import (
     Arguments,
     Options,
+    check_names,
     checked_output_dtype,
     device_kind,
     named_arguments,
@@ -43,8 +44,6 @@ from jamp._tracing.options import (
 )
 from jamp._tracing.trace import in_functions, trace, wraps
 
-# How many programs a function keeps for its eager calls.
-_PROGRAMS = 128
 # An eager program that holds one of these runs as a whole.
 _AT_ONCE = frozenset({"reshard", "shard_map"})
 # The attribute of a function under autocast that holds what it was made of.
@@ -63,34 +62,7 @@ class _AutocastOptions(TypedDict, total=False):
     output_dtype: Any
 
 
-class _Programs:
-    """Those of a function's eager calls that were used last, for several threads.
-
-    A copy of it, pickled or not, is empty.
-    """
-
-    def __init__(self) -> None:
-        self._entries: dict[Hashable, Any] = {}
-        self._lock = threading.Lock()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Programs, ()
-
-    def get(self, key: Hashable) -> Any:
-        with self._lock:
-            entry = self._entries.pop(key, None)
-            if entry is not None:
-                self._entries[key] = entry
-            return entry
-
-    def put(self, key: Hashable, entry: Any) -> None:
-        with self._lock:
-            self._entries[key] = entry
-            if len(self._entries) > _PROGRAMS:
-                del self._entries[next(iter(self._entries))]
-
-
-def _run(call: Prepared, options: Options, eager_programs: _Programs) -> Any:
+def _run(call: Prepared, options: Options, eager_programs: Programs) -> Any:
     """Runs a call under autocast; an eager one again as what it was rewritten to."""
     leaves = jax.tree.leaves((call.args, call.kwargs))
     arrays = [leaf for leaf in leaves if is_array(leaf)]
@@ -165,7 +137,7 @@ class Autocast:
         check_function("autocast", fn)
         if isinstance(fn, Autocast):
             raise AutocastTypeError("autocast takes a function, got an autocast")
-        eager_programs = _Programs()
+        eager_programs = Programs()
 
         @wraps(fn)
         def under_autocast(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -184,7 +156,7 @@ class Autocast:
         return made
 
     def _call(
-        self, fn: Callable[..., Any], args: Any, kwargs: Any, eager_programs: _Programs
+        self, fn: Callable[..., Any], args: Any, kwargs: Any, eager_programs: Programs
     ) -> Any:
         options = self._arguments.options()
         if options.enabled and options.device_type == "cpu":
@@ -242,6 +214,7 @@ def autocast(
     cache_enabled: bool = True,
     policy: Policy | None = None,
     output_dtype: Any = None,
+    **unknown: Never,
 ) -> Any:
     """Runs a function, or a region of one, in mixed precision.
 
@@ -249,8 +222,7 @@ def autocast(
     every operation in the dtype that the policy gives it: matmuls and convolutions in
     16 bits, sensitive operations in float32, the rest in the dtype of their operands.
     It composes with `jax.jit`, `jax.grad`, `jax.vmap` and the others; differentiate
-    what it returns (`jax.grad(autocast(fn))`) rather than the reverse. Gradients have
-    the dtypes of the parameters.
+    what it returns. Gradients have the dtypes of the parameters.
 
     `fn` takes and returns any pytrees. It is traced once per signature, but at every
     call outside of `jax.jit` if it closes over JAX arrays, or if it is a method of an
@@ -275,21 +247,21 @@ def autocast(
       output_dtype: dtype to which floating results of `fn` are cast; None leaves them.
 
     Returns:
-      The function under autocast, with the signature of `fn`; without `fn` a decorator
-      that is a context manager too.
+      The function under autocast; without `fn` a decorator and context manager.
 
     Raises:
       AutocastError: an unknown device type, a dtype that is not 16-bit floating point,
         or an enabling region outside a function under autocast.
-      AutocastTypeError: `fn` is not callable, or a class; an argument has the wrong
-        type; or, at the call, a bound `flax.linen` module would collect variables, or
-        a result is neither an array nor a constant.
+      AutocastTypeError: `fn` is not callable, or a class; an option is unknown, of the
+        wrong type or no dtype; or, at the call, a bound `flax.linen` module would
+        collect variables, or a result is neither an array nor a constant.
       BannedOpError: at the call, the policy bans an operation of the program.
     """
     if unnamed:
         raise AutocastTypeError(
             "autocast takes its options by name, as in autocast(fn, device_type='cuda')"
         )
+    check_names("autocast", unknown)
     arguments = Arguments(device_type, dtype, enabled, cache_enabled, policy)
     transform = Autocast(arguments, output_dtype)
     return transform if fn is None else transform(fn)
@@ -319,18 +291,21 @@ class Unwrapped(NamedTuple):
         return calls.prepare(self.fn, args, kwargs, returned)
 
 
-def unwrapped(function: str, fn: Any, given: Mapping[str, Any]) -> Unwrapped:
+def unwrapped(
+    function: str, fn: Any, given: Mapping[str, Any], beside: Sequence[str]
+) -> Unwrapped:
     """The function in what autocast made, or the function.
 
     Args:
       function: what it was given to, with options by name.
       fn: the function.
       given: these options; of another function they are its own.
+      beside: the names of options that it takes and autocast does not.
 
     Raises:
       AutocastError: another option was given than the function has.
     """
-    around = named_arguments(function, given)
+    around = named_arguments(function, given, beside)
     output_dtype = checked_output_dtype(given.get("output_dtype"))
     asked = {n: v for n, v in given.items() if v is not None and n != "output_dtype"}
     made = getattr(fn, "__dict__", {}).get(_MADE)
@@ -357,6 +332,7 @@ def is_autocast_enabled(device_type: str | None = None) -> bool:
 
     Raises:
       AutocastError: an unknown device type.
+      AutocastTypeError: `device_type` is no string.
     """
     options = options_in_force()
     kind = None if device_type is None else device_kind(device_type)
@@ -374,6 +350,7 @@ def get_autocast_dtype(device_type: str | None = None) -> _dtypes.DType:
 
     Raises:
       AutocastError: an unknown device type.
+      AutocastTypeError: `device_type` is no string.
     """
     options = options_in_force()
     kind = None if device_type is None else device_kind(device_type)
@@ -387,6 +364,9 @@ def is_autocast_available(device_type: str) -> bool:
 
     Args:
       device_type: the device type, as `autocast` takes it.
+
+    Raises:
+      AutocastTypeError: `device_type` is no string.
     """
     try:
         device_kind(device_type)

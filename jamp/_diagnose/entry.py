@@ -23,6 +23,9 @@ from jamp._diagnose.program import Settings, Subject
 from jamp._errors import AutocastError, AutocastTypeError, described
 from jamp._tracing.checks import check_function, wrong_argnums
 
+# What it takes beside the options of autocast.
+_OWN = ("loss_scale", "argnums", "has_aux", "progress")
+
 # How often the plain line of progress is written anew, in equations.
 _EVERY = 50
 
@@ -64,14 +67,17 @@ def diagnose(
       A function of the same arguments that returns a `Diagnosis`.
 
     Raises:
-      AutocastError: an option or a loss scale that there is not, another option than
-        that of a function under autocast, or a gradient of what is no scalar loss.
-      AutocastTypeError: `fn` is not callable, or there are no arrays to run it on.
+      AutocastError: a value of an option or a loss scale that there is not, another
+        option than that of a function under autocast, or `argnums` of an argument that
+        there is not.
+      AutocastTypeError: an unknown option, or one of the wrong type; `fn` is not
+        callable; there are no arrays to run it on, or to take the gradient of; or the
+        gradient is of what is no scalar loss.
       BannedOpError: the policy bans an operation of the program.
     """
     check_function("diagnose", fn, inputs)
     scale, chosen = _checked(loss_scale, argnums)
-    inner = unwrapped("diagnose", fn, autocast_options)
+    inner = unwrapped("diagnose", fn, autocast_options, _OWN)
 
     @api_boundary
     def diagnosed(*args: Any, **kwargs: Any) -> Diagnosis:

@@ -164,7 +164,7 @@ def explain(
       BannedOpError: the policy bans an operation of the program.
     """
     check_function("explain", fn, inputs)
-    inner = unwrapped("explain", fn, autocast_options)
+    inner = unwrapped("explain", fn, autocast_options, ["residuals"])
 
     @api_boundary
     def explained(*args: Any, **kwargs: Any) -> Report:

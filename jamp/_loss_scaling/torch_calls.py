@@ -5,7 +5,7 @@ from functools import wraps
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Never, ParamSpec, TypeVar
 
-from jamp._errors import ScalerTypeError
+from jamp._errors import ScalerTypeError, did_you_mean
 from jamp._loss_scaling.arguments import expect
 
 _P = ParamSpec("_P")
@@ -38,13 +38,20 @@ def no_optimizer() -> ScalerTypeError:
 
 
 def with_named_options(made: type[_C]) -> type[_C]:
-    """Has a class say that its options have names where more than a device has none."""
+    """Has a class say which options it takes, and that these have names."""
     init = vars(made)["__init__"]
+    _, _, *known = signature(init).parameters
 
     @wraps(init)
     def named(self: Any, *unnamed: Any, **options: Any) -> None:
         if len(unnamed) > 1:
             raise no_device(*unnamed)
+        unknown = sorted(options.keys() - {*known, "device"})
+        if unknown:
+            raise ScalerTypeError(
+                f"GradScaler takes {', '.join(known)}, not {', '.join(unknown)}"
+                + did_you_mean(unknown[0], known)
+            )
         init(self, *unnamed, **options)
 
     made.__init__ = named  # type: ignore[method-assign]

@@ -1,6 +1,7 @@
-"""The key under which an eager call finds the program that an earlier one traced."""
+"""The programs of eager calls, and the key under which a call finds an earlier one."""
 
 import enum
+import threading
 import types
 import weakref
 from collections.abc import Hashable
@@ -12,6 +13,36 @@ import numpy as np
 
 from jamp._compat import trace_context
 from jamp._tracing.checks import is_array
+
+# How many programs a function keeps for its eager calls.
+_MOST = 128
+
+
+class Programs:
+    """The programs of a function's eager calls, used last, for several threads.
+
+    A copy of it, pickled or not, is empty.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[Hashable, Any] = {}
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Programs, ()
+
+    def get(self, key: Hashable) -> Any:
+        with self._lock:
+            entry = self._entries.pop(key, None)
+            if entry is not None:
+                self._entries[key] = entry
+            return entry
+
+    def put(self, key: Hashable, entry: Any) -> None:
+        with self._lock:
+            self._entries[key] = entry
+            if len(self._entries) > _MOST:
+                del self._entries[next(iter(self._entries))]
 
 
 class Constant:

@@ -4,7 +4,7 @@ While a program is traced, the options in force live in a context that jit keys 
 caches on.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -123,17 +123,41 @@ class Arguments:
         )
 
 
-def named_arguments(function: str, named: Mapping[str, Any]) -> Arguments:
-    """Arguments that a function takes by name; a region has no `output_dtype`."""
-    known = {field.name for field in fields(Arguments)}
-    options = known | {"output_dtype"}
-    unknown = sorted(named.keys() - options)
-    if unknown:
-        raise AutocastTypeError(
-            f"{function} takes the options of jamp.autocast, not {', '.join(unknown)}"
-            + did_you_mean(unknown[0], options)
-        )
-    return Arguments(**{name: named[name] for name in named.keys() & known})
+_KNOWN = tuple(field.name for field in fields(Arguments))
+
+
+def named_arguments(
+    function: str, named: Mapping[str, Any], beside: Sequence[str]
+) -> Arguments:
+    """Arguments that a function takes by name beside others.
+
+    A region has no `output_dtype`.
+    """
+    taken = {name: value for name, value in named.items() if name in _KNOWN}
+    check_names(function, named.keys() - taken.keys() - {"output_dtype"}, beside)
+    return Arguments(**taken)
+
+
+def check_names(
+    function: str, unknown: Iterable[str], beside: Sequence[str] = ()
+) -> None:
+    """Raises if there are options that a function, or autocast itself, does not take.
+
+    Args:
+      function: the function.
+      unknown: the names of these options.
+      beside: the names of what it takes and autocast does not.
+    """
+    names = sorted(unknown)
+    if not names:
+        return
+    known = [*beside, *_KNOWN, "output_dtype"]
+    of_autocast = function == "autocast"
+    *takes, last = known if of_autocast else [*beside, "the options of jamp.autocast"]
+    raise AutocastTypeError(
+        f"{function} takes {', '.join(takes)} and {last}, not {', '.join(names)}"
+        + did_you_mean(names[0], known)
+    )
 
 
 def refuse_overruled(

@@ -197,7 +197,11 @@ def test_progress_ends_where_the_program_does(capsys, monkeypatch):
         ({"argnums": None}, "argnums must be the number of an argument, or several"),
         ({"argnums": "w"}, "argnums must be the number of .*, got 'w'"),
         ({"argnums": 1.0}, "argnums must be the number of .*, got 1.0"),
-        ({"dtypes": jnp.float16}, "takes the options of jamp.autocast, not dtypes"),
+        (
+            {"dtypes": jnp.float16},
+            "progress and the options of jamp.autocast, not dtypes",
+        ),
+        ({"los_scale": 1.0}, r"not los_scale; did you mean 'loss_scale'\?"),
         ({"dtype": jnp.float32}, "dtype must be float16 or bfloat16"),
     ],
 )

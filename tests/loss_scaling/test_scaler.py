@@ -284,6 +284,11 @@ def test_wide_and_complex_gradients_are_unscaled_without_promotion():
             np.testing.assert_allclose(metrics(state, scaled)["grad_norm"], 2**0.5)
 
 
+def test_an_unknown_option_is_told_the_nearest():
+    with pytest.raises(ScalerTypeError, match="init_scal; did you mean 'init_scale'"):
+        GradScaler(init_scal=2.0)
+
+
 @pytest.mark.parametrize("device", ["cuda", 2.0])
 def test_a_scaler_has_no_device_and_its_options_are_named(device):
     message = f"no device, and takes its options by name, .*: got {device!r}"

@@ -83,6 +83,11 @@ ARGUMENTS = {
         jamp.AutocastTypeError,
         r"output_dtype must be a floating dtype, got key<fry>",
     ),
+    "unknown option": (
+        {"dtpye": jnp.float16},
+        jamp.AutocastTypeError,
+        r"autocast takes device_type, .* and output_dtype, not dtpye; .* 'dtype'\?",
+    ),
     "integer results": (
         {"output_dtype": jnp.int32},
         jamp.AutocastTypeError,
@@ -338,10 +343,10 @@ def test_a_region_takes_no_dtype_of_results(enabled):
     [
         lambda x: x if x.sum() > 0 else -x,
         lambda x: np.sin(x),
+        lambda x: [x] * int(x.sum()),
         lambda x: x[x > 0],
         lambda x: x + jnp.zeros(x.sum().astype(int)),
         lambda x: x.block_until_ready(),
-        lambda x: [x] * int(x.sum()),
     ],
 )
 def test_what_jax_refuses_to_trace_is_told_who_traces(fn):
