@@ -266,7 +266,7 @@ class GradScaler:
         """Takes a step of an optimizer, unless a gradient overflowed.
 
         Args:
-          state: the scaler's state.
+          state: the scaler's state, which all methods take; `found_inf` alone decides.
           tx: the optimizer.
           grads: gradients, unscaled.
           found_inf: what `unscale` found, a bool[] or a pytree of several.
