@@ -46,12 +46,13 @@ def make_plan(program: Any, arrays: Sequence[Any], options: Options) -> Plan:
 
 
 def warn_unmatched(policy: Policy) -> None:
-    """Warns, once, of patterns for scopes in which no operation stood so far."""
+    """Warns of patterns for scopes in which nothing stands of what was traced first."""
     if policy.unmatched:
         warnings.warn(
-            f"no operation stands in a scope that matches "
-            f"{' or '.join(map(repr, sorted(policy.unmatched)))} of policy "
-            f"{policy.name}; jamp.explain(fn)(...) lists the scopes that there are",
+            f"no operation of the first function traced with policy {policy.name} "
+            "stands in a scope that matches "
+            f"{' or '.join(map(repr, sorted(policy.unmatched)))}; later functions are "
+            "not checked. jamp.explain(fn)(...) lists the scopes that a function has",
             JampWarning,
             stacklevel=locations.users_level(),
         )

@@ -218,7 +218,7 @@ class Policy:
 
     @property
     def unmatched(self) -> set[str]:
-        """Patterns that have matched no scopes yet, and that no warning has named."""
+        """Patterns that matched no scope yet, before the first trace has ended."""
         return _unmatched(self.scopes)
 
     @cached_property
