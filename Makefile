@@ -1,6 +1,6 @@
-# `make train` runs the example, in a minute, `make test` every check (`make lint`, `make
-# types` and `make test-fast` a part of it), `make test-slow` the long runs that it leaves
-# out, `make docs` writes the documentation to site/. Each first sets up what it needs in a
+# `make train` runs the example, in a minute, `make test` every check but the long runs of
+# `make test-slow` (`make lint`, `make types` and `make test-fast` a part of it), `make
+# docs` writes the documentation to site/. Each first sets up what it needs in a
 # virtual environment: .venv, or .venv-3.x when PYTHON names another Python; `make setup`
 # does no more than that, for the tests.
 
