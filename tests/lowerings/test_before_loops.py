@@ -9,6 +9,7 @@ import pytest
 from compilations import Compilations
 from jax import export, lax
 from jaxprs import equations, primitives, traced
+from recurrent_loops import assert_near
 
 import jamp
 
@@ -99,12 +100,6 @@ def gradients(fn):
         return (final**2).sum() + jnp.sin(stacked).sum()
 
     return jax.grad(loss, argnums=(0, 1, 2, 3))
-
-
-def assert_near(found, wanted, most=2e-2):
-    for one, other in zip(found, wanted, strict=True):
-        assert one.dtype == jnp.float32
-        assert jnp.linalg.norm(one - other) <= most * jnp.linalg.norm(other)
 
 
 @pytest.mark.parametrize("jit", [jax.jit, lambda fn: fn], ids=["compiled", "eager"])

@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax.training.train_state import TrainState
 from jaxprs import dtypes, matmul_dtypes, traced
+from test_flax import near
 
 import jamp
 
@@ -17,12 +18,6 @@ LOW_PAIR = ("float16", "float16")
 
 
 gpu = functools.partial(jamp.autocast, device_type="gpu")
-
-
-def near(actual, expected, tolerance=0.02):
-    assert dtypes(actual) == dtypes(expected)
-    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(x, y, atol=tolerance * (0.1 + np.abs(y).max()))
 
 
 class Classifier(nn.Module):
