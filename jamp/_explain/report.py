@@ -157,9 +157,9 @@ def explain(
       computes nothing.
 
     Raises:
-      AutocastError: an option that `jamp.autocast` would refuse, or another than that
-        of the function, which is under autocast itself.
-      AutocastTypeError: an option that `jamp.autocast` does not take, or `fn` is not
+      AutocastError: a value that `jamp.autocast` would refuse, or another option than
+        that of the function, which is under autocast itself.
+      AutocastTypeError: an unknown option, or one of the wrong type, or `fn` is not
         callable.
       BannedOpError: the policy bans an operation of the program.
     """
