@@ -221,13 +221,13 @@ def autocast(
     As a transform, `autocast(fn)` returns a function that computes what `fn` does with
     every operation in the dtype that the policy gives it: matmuls and convolutions in
     16 bits, sensitive operations in float32, the rest in the dtype of their operands.
-    It composes with `jax.jit`, `jax.grad`, `jax.vmap` and the others; differentiate
-    what it returns. Gradients have the dtypes of the parameters.
+    It composes with `jax.jit`, `jax.grad`, `jax.vmap` and the others. Gradients of what
+    it returns, `jax.grad(autocast(fn))`, have the dtypes of the parameters.
 
-    `fn` takes and returns any pytrees. It is traced once per signature, but at every
-    call outside of `jax.jit` if it closes over JAX arrays, or if it is a method of an
-    object, or gets one, whose class defines no `__hash__`. Leaves that are not arrays
-    may be returned, as may constants. Results keep the dtype they were computed in.
+    `fn` takes and returns any pytrees, with leaves that are no arrays too. It is traced
+    once per signature, but at every call outside of `jax.jit` if it closes over JAX
+    arrays, or if it is a method of an object, or gets one, whose class defines no
+    `__hash__`. Results keep the dtype they were computed in.
 
     Also a decorator, with or without arguments, and inside a transformed function a
     context manager for a region:
