@@ -305,6 +305,7 @@ class Readers:
             self.pinned |= lows
             self.low |= lows
         if len(lows) == 1 and (found.compares or found.again):
+            # It takes whichever there is.
             self._widen(lows, _names(action))
             return
         if self._is_unrounded(action, found, made, lows):
