@@ -190,12 +190,11 @@ class _Writer:
         if is_float32_function(action):
             return True
         read = [self._entering(value) for value in taken(action)]
-        if found.compares or found.again:
+        lows = [value for value in taken(action) if value.low]
+        at_hand = all(map(self._at_hand, lows))
+        if found.compares or (found.again and at_hand and len(lows) == 1):
             # Where XLA spares the rounding of one alone, what is equal would differ.
-            lows = [value for value in taken(action) if value.low]
-            at_hand = all(map(self._at_hand, lows))
-            if found.compares or (at_hand and len(lows) == 1):
-                return at_hand
+            return at_hand
         if not found.gives_low:
             # It computes in float32 anyway. What it adds is not kept beside 16 bits.
             shape = action.results[0].aval.shape
