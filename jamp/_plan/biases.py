@@ -52,32 +52,44 @@ def keep_float32(product: Value, plan: Plan) -> Value | None:
     Returns:
       That; None if it stands in another plan, is one of JAX's own, or large.
     """
-    if product.number in plan.float32_of_products:
-        return plan.float32_of_products[product.number]
-    action = plan.makers.get(product.number)
-    if not isinstance(action, Bind):
-        return None
-    name = action.eqn.primitive.name
-    made = _in_float32(action.results)
-    if has_own_product(name, action.operand_dtypes or (FLOAT32,) * 2):
-        size = size_of(product.aval.shape)
-        if size is None or size > _MOST:
+    known, moved = plan.float32_of_products, list[Bind]()
+    source = product
+    while source.number not in known:
+        action = plan.makers.get(source.number)
+        if not isinstance(action, Bind):
             return None
-        at = plan.actions.index(action)
-        rounds = Cast(tuple(made), action.results, action.caster)
-        plan.actions[at : at + 1] = [replace(action, results=made), rounds]
-    else:
-        source = None
-        if moves(action):
-            source = keep_float32(action.operands[0], plan)
-        if source is None:
+        name = action.eqn.primitive.name
+        if has_own_product(name, action.operand_dtypes or (FLOAT32,) * 2):
+            if not _splits_rounding(action, source, plan):
+                return None
+        elif moves(action):
+            moved.append(action)
+            source = action.operands[0]
+        else:
             return None
-        wide = moved_wide(action, source)
-        made = [*wide.results]
+    for action in reversed(moved):
+        wide = moved_wide(action, known[action.operands[0].number])
         plan.actions.insert(plan.actions.index(action), wide)
+        _remember(action, wide.results, plan)
+    return known[product.number]
+
+
+def _splits_rounding(action: Bind, product: Value, plan: Plan) -> bool:
+    """Has a product, if it is not large, give float32, which is rounded behind it."""
+    size = size_of(product.aval.shape)
+    if size is None or size > _MOST:
+        return False
+    made = _in_float32(action.results)
+    at = plan.actions.index(action)
+    rounds = Cast(tuple(made), action.results, action.caster)
+    plan.actions[at : at + 1] = [replace(action, results=made), rounds]
+    _remember(action, made, plan)
+    return True
+
+
+def _remember(action: Bind, wide: Values, plan: Plan) -> None:
     numbers = [v.number for v in action.results]
-    plan.float32_of_products.update(zip(numbers, made, strict=True))
-    return plan.float32_of_products[product.number]
+    plan.float32_of_products.update(zip(numbers, wide, strict=True))
 
 
 def moves(action: Action) -> TypeGuard[Bind]:
@@ -148,8 +160,12 @@ def _is_input(value: Value, inputs: Values) -> bool:
 
 def dims_after(eqn: JaxprEqn, dims: Dims, new: bool) -> Dims:
     """Where some dimensions of what an equation moves, and new ones, are after it."""
-    before, after = map(_dtypes.shape_of, (eqn.invars[0], eqn.outvars[0]))
     name = eqn.primitive.name
+    if name == "optimization_barrier":
+        return (
+            dims  # each result is one of its operands, which have shapes of their own
+        )
+    before, after = map(_dtypes.shape_of, (eqn.invars[0], eqn.outvars[0]))
     if name in ("reshape", "squeeze"):
         return _reshaped(before, after, dims, new)
     places: Sequence[int] = range(len(after) - len(before), len(after))

@@ -61,6 +61,10 @@ BIASES = {
         lambda x, w, b: jnp.add(*lax.optimization_barrier((x, x @ w, b))[1:]),
         *(X, W, B),
     ),
+    "behind a barrier, the bias first": (
+        lambda x, w, b: jnp.add(*lax.optimization_barrier((b, x @ w))),
+        *(X, W, B),
+    ),
     "of a transposed weight": (lambda x, w, b: x @ w.T + b, X, W, B),
     "of a weight on the left": (lambda w, x, b: w @ x + b[:, None], W, (8, 5), B),
     "of a scaled weight": (lambda x, w, b: x @ (w / 8**0.5) + b, X, W, B),
@@ -276,6 +280,7 @@ OF_INEXACT_FACTORS = {
 # Apart from their biases, or products of JAX's own.
 ROUNDED_TWICE = {
     "behind a barrier",
+    "behind a barrier, the bias first",
     "in a jit",
     "of a product in a jit",
     "ragged",
@@ -313,6 +318,18 @@ def test_each_sum_of_one_product_is_rounded_once():
     first, *others = jamp.autocast(fn, device_type="cpu")(*map(jnp.float32, arguments))
     for other in others:
         np.testing.assert_array_equal(first, other.reshape(first.shape))
+
+
+def test_a_product_may_be_moved_ever_so_often_before_its_bias_is_added():
+    def fn(x, w, b):
+        product = x @ w
+        for _ in range(600):
+            product = product.T.T
+        return product + b
+
+    arguments = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((5, 8), W, B)]
+    found = jax.eval_shape(jamp.autocast(fn, device_type="cpu"), *arguments)
+    assert found.dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("device", DEVICES)
