@@ -10,6 +10,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
@@ -46,7 +47,7 @@ def lower_unrounded(
     pair = avals[:2]
     any_float32 = on_cpu and is_in_float32(*pair, **params)
     for place in rounded if on_cpu else ():
-        wide = _before_cast(operands[place])
+        wide = _before_cast(operands[place], params["dtype"])
         if wide is None:
             continue
         if any_float32 or (
@@ -60,12 +61,18 @@ def lower_unrounded(
     return _lowered(program, ctx, taken)
 
 
-def _before_cast(value: Any) -> Any:
-    """The float32 that a value was cast from, if it is a cast, or one widened again."""
+def _before_cast(value: Any, dtype: Any) -> Any:
+    """The float32 that a value was cast to a dtype from, if so, or then widened again.
+
+    A cast to another dtype is one of the program's own.
+    """
+    wide, low = ir.F32Type.get(), mlir.dtype_to_ir_type(np.dtype(dtype))
     while (cast := made_by(value, _CONVERT)) is not None:
         (value,) = cast.operands
-        if value.type.element_type == ir.F32Type.get():
+        if value.type.element_type == wide:
             return value
+        if value.type.element_type != low:
+            return None
     return None
 
 

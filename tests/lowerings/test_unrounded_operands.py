@@ -89,6 +89,37 @@ def test_what_the_program_rounded_is_read_rounded(processor, tmp_path):
         np.testing.assert_array_equal(found, expected.astype(LOW))
 
 
+@jax.custom_vjp
+def whole_gradients(y):
+    return y
+
+
+def to_whole(_, gradient):
+    return (gradient.astype("float32").astype(jnp.int8).astype(gradient.dtype),)
+
+
+whole_gradients.defvjp(lambda y: (y, None), to_whole)
+
+
+@pytest.mark.parametrize(
+    ("between", "factor", "expected"),
+    [
+        pytest.param(whole_gradients, 1.8, 1.0, id="int8"),
+        pytest.param(lambda y: y.astype(jnp.float8_e4m3fn), 1e3, np.nan, id="float8"),
+    ],
+)
+def test_a_gradient_that_the_program_cast_is_read_as_it_cast_it(
+    between, factor, expected, amx
+):
+    def loss(w, x, factors):
+        return jnp.sum(between(x @ w).astype(jnp.float32) * factors)
+
+    w, x = jnp.ones((4, 4), LOW), jnp.ones((1, 4), LOW)
+    gradient = jax.jit(jax.grad(cast(loss)))(w, x, jnp.full((1, 4), factor))
+    found = gradient.astype(jnp.float32)  # NumPy knows no NaN of bfloat16
+    np.testing.assert_array_equal(found, np.full((4, 4), expected))
+
+
 def test_float16_overflows_before_a_product(tmp_path):
     fn = jamp.autocast(lambda x, y: scores(x * 1e5, y * 1e-5), dtype="float16")
     with processor_with("avx512_bf16", tmp_path), pytest.warns(jamp.JampWarning):
