@@ -1,11 +1,19 @@
 """The loop over a plan's actions, and those that are one binding or conversion."""
 
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
+from itertools import groupby, repeat
 from types import MappingProxyType
 from typing import Any
 
@@ -132,15 +140,22 @@ class Emitter:
         def read(value: Value) -> Any:
             return env[value.number] if value.array is None else value.array
 
-        for lineage, actions in groupby(plan.actions, lambda action: action.lineage):
+        # What runs op by op lets go of each array as soon as nothing reads it.
+        unread: Iterable[Sequence[int]] = repeat(())
+        if not becomes_a_program():
+            unread = plan.unread
+        steps = zip(plan.actions, unread, strict=False)
+        for lineage, found in groupby(steps, lambda step: step[0].lineage):
             with _source_of(*lineage) if lineage else nullcontext():
-                for action in actions:
+                for action, numbers in found:
                     taken = [read(value) for value in action.operands]
                     if shared:
                         action, taken = _sharing(action, taken, shared)
                     made = self._emit(action, taken, iteration)
                     for value, array in zip(action.results, made, strict=True):
                         env[value.number] = array
+                    for number in numbers:
+                        env.pop(number, None)
         return [read(value) for value in plan.results]
 
     def _emit(self, action: Action, arrays: list[Any], iteration: Iteration) -> Arrays:

@@ -278,6 +278,17 @@ class Plan:
         return frozenset(p for p, v in enumerate(self.inputs) if v.number in found)
 
     @cached_property
+    def unread(self) -> list[list[int]]:
+        """For each action of a finished plan, the values that no later one reads."""
+        later, unread = {value.number for value in self.results}, []
+        for action in reversed(self.actions):
+            values = (*action.operands, *action.results)
+            found = {value.number for value in values} - later
+            unread.append([*found])
+            later |= found
+        return unread[::-1]
+
+    @cached_property
     def handing_on_sums(self) -> Plan:
         """This plan, of a loop's sums with the float32 that they are kept in."""
         return replace(self, results=[value.kept for value in self.results])

@@ -322,10 +322,7 @@ def test_each_sum_of_one_product_is_rounded_once():
 
 def test_a_product_may_be_moved_ever_so_often_before_its_bias_is_added():
     def fn(x, w, b):
-        product = x @ w
-        for _ in range(600):
-            product = product.T.T
-        return product + b
+        return functools.reduce(lambda y, _: y.T.T, range(600), x @ w) + b
 
     arguments = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((5, 8), W, B)]
     found = jax.eval_shape(jamp.autocast(fn, device_type="cpu"), *arguments)

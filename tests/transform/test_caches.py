@@ -153,6 +153,27 @@ def test_arrays_that_a_function_closes_over_are_not_kept_alive(
     assert seen() is None
 
 
+@pytest.mark.parametrize("transform", [lambda fn: fn, jax.grad])
+def test_an_array_that_is_read_no_more_is_let_go_of_while_a_call_runs(transform):
+    constant = jnp.ones((64, 64))  # with it, a call runs op by op
+    held = []
+
+    def look():
+        held.append(sum(a.shape == constant.shape for a in jax.live_arrays()))
+
+    def fn(x):
+        for _ in range(20):
+            x = x + constant
+        jax.debug.callback(look)
+        return jnp.sum(x @ x)
+
+    look()
+    transform(jamp.autocast(fn))(jnp.ones((64, 64)))
+    jax.effects_barrier()
+    before, during = held
+    assert during - before < 5
+
+
 def test_a_function_that_was_not_called_goes_with_its_last_name():
     """As with jax.jit, before Python looks for cycles."""
 
