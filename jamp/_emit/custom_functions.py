@@ -19,7 +19,7 @@ from jax.extend.core import JaxprEqn, jaxprs_in_params
 from jax.tree_util import Partial
 
 from jamp import _dtypes, _primitives
-from jamp._compat import becomes_a_program
+from jamp._compat import becomes_a_program, only_staged
 from jamp._emit.conversions import convert
 from jamp._emit.emitter import Arrays, Emitter, Places, emits_programs, emitter_of
 from jamp._emit.recurring import MADE_OF
@@ -154,12 +154,23 @@ def emit_custom_vmap(
             jax.ShapeDtypeStruct(array.shape, _dtypes.dtype_of(var))
             for array, var in zip(arrays, eqn.invars, strict=True)
         ]
-        batched_eqn = jax.vmap(lambda *taken: bind(eqn, taken), axes, axis_size=size)
+        out_axes: list[int | None] = []
+
+        def see_axes(*taken: Any) -> Any:
+            results = bind(eqn, taken)
+            out_axes[:] = [None if only_staged([array]) else 0 for array in results]
+            return results
+
+        # Of a result that is not batched `vmap` makes copies, unless it is told so.
+        jax.eval_shape(jax.vmap(see_axes, axes, axis_size=size), *avals)
+        batched_eqn = jax.vmap(
+            lambda *taken: bind(eqn, taken), axes, [*out_axes], axis_size=size
+        )
         program = make_jaxpr(batched_eqn, context.region)(*avals)
         inputs = inputs_like(program, arrays)
         by_rule = _Rule(eqn, program, inputs, context, inner.result_dtypes)
         outs = by_rule.run(current(), arrays)
-        return outs, (True,) * len(outs)
+        return outs, tuple(axis is not None for axis in out_axes)
 
     function = jax.custom_batching.custom_vmap(_primal(current, action))
     function.def_vmap(rule)
