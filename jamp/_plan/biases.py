@@ -115,16 +115,16 @@ def _in_float32(values: Values) -> list[Value]:
 
 
 def bias_dims(
-    eqn: JaxprEqn, operands: Values, inputs: Values, *, layer: bool
+    eqn: JaxprEqn, operands: Values, inputs: Values, *, in_listed: bool
 ) -> tuple[Dims, ...]:
     """For each weight that a product multiplies, along which dimensions a bias varies.
 
-    Weights are of the program's inputs; that of a listed layer may have come in 16
-    bits, as what is multiplied with it.
+    Weights are of the program's inputs; that of a listed function, as of a Flax layer,
+    may have come in 16 bits, as what is multiplied with it.
     """
     factors = operands[:2]
     weights = [not value.traits.activation for value in factors]
-    if layer and not any(weights):
+    if in_listed and not any(weights):
         weights = [True, True]
     if eqn.primitive.name == "conv_general_dilated":
         return ((eqn.params["dimension_numbers"].out_spec[1],),) if weights[1] else ()
@@ -139,7 +139,7 @@ def bias_dims(
     split = ndim - (factors[1].ndim - len(summed[1]) - count - groups)
     shared = tuple(range(count))
     found = ((*shared, *range(count, split)), (*shared, *range(split, ndim)))
-    if count and all(weights) and not layer:
+    if count and all(weights) and not in_listed:
         # Experts, or scores of queries and keys. The last dimension of keys is summed
         # over, unless the program transposed them.
         left, right = (

@@ -39,9 +39,9 @@ def plan_plain(equation: Equation) -> list[Value]:
     bound = None if rule is Rule.AS_TRACED else _bound_to_dtypes(eqn)
     if bound:
         return plan_as_traced(equation, bound)
-    layer = _plan_layer(equation) if eqn.primitive.name == "add" else None
-    if layer is not None:
-        return layer
+    biased = _plan_biased_product(equation) if eqn.primitive.name == "add" else None
+    if biased is not None:
+        return biased
     dtypes = choose(rule, eqn, operands, context.region.dtype)
     pairs = zip(operands, dtypes.operands, strict=True)
     if dtypes.why and any(v.low and dtype == FLOAT32 for v, dtype in pairs):
@@ -49,7 +49,7 @@ def plan_plain(equation: Equation) -> list[Value]:
     return cast_and_bind(equation, dtypes)
 
 
-def _plan_layer(equation: Equation) -> list[Value] | None:
+def _plan_biased_product(equation: Equation) -> list[Value] | None:
     """Plans a sum of a product and its bias that is rounded once; None for others."""
     operands, caster = equation.operands, equation.caster
     promotes = caster.record.ruling.rule is Rule.PROMOTE
@@ -175,7 +175,7 @@ def _result_traits(equation: Equation, operands: Values, used: Sequence[Any]) ->
     name = eqn.primitive.name
     floats = [v for v in operands if v.eligible]
     rules = caster.options.policy.function_rules
-    layer = any(rules.get(found) is Rule.LOWER for found in context.functions)
+    in_listed = any(rules.get(found) is Rule.LOWER for found in context.functions)
     # A scalar among arrays scales them.
     activation = any(v.traits.activation for v in operands if v.rank > 0)
     numbers = None
@@ -185,7 +185,7 @@ def _result_traits(equation: Equation, operands: Values, used: Sequence[Any]) ->
         low = all(d in _dtypes.LOW_DTYPES for d in used[:2])
         if not low or adds_nothing(eqn):
             return Traits(activation=activation)
-        dims = bias_dims(eqn, operands, caster.plan.inputs, layer=layer)
+        dims = bias_dims(eqn, operands, caster.plan.inputs, in_listed=in_listed)
         return Traits(bias_dims=dims, activation=True)
     unsafe = caster.options.policy.unsafe
     if name in _primitives.PROBABILITIES or any(name in u.of for u in unsafe):
@@ -200,7 +200,7 @@ def _result_traits(equation: Equation, operands: Values, used: Sequence[Any]) ->
             ),
         )
     traits = Traits(numbers, activation=activation, scale=scale_of(eqn, operands))
-    if name == "split" or (layer and name == "add"):
+    if name == "split" or (in_listed and name == "add"):
         # As of a cell, whose biases are added to gates, or to the sum of two products.
         first, *others = (v.traits.bias_dims for v in operands)
         dims = tuple([d for d in first if all(d in other for other in others)])
