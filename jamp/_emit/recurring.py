@@ -18,14 +18,15 @@ from jamp._compat import becomes_a_program, is_plain_array
 from jamp._equations import content_of, is_hashable, looks_for_nans, nested
 from jamp._plan.plan import Structural
 from jamp._primitives import CALLS
+from jamp._tracing.cache_key import Programs
 from jamp._tracing.derivative_rules import rules_of
 from jamp._tracing.locations import calls_users
 
 # What JAX compiles where it is bound, and not what it is made of.
 _COMPILED = frozenset({"cond", "jit", "remat2", "scan", "while"})
 # How many are kept of one program, such as one for each policy.
-_MOST = 8
-_emitted: WeakKeyDictionary[Any, dict[Hashable, Any]] = WeakKeyDictionary()
+_MOST_PROGRAMS = 8
+_emitted: WeakKeyDictionary[Any, Programs] = WeakKeyDictionary()
 # The attribute of a rule made for one call: what it has in common with equal ones.
 MADE_OF = "made_of"
 
@@ -69,11 +70,11 @@ def _known(source: Any, program: Any) -> Any:
     key = content_of(program, custom=_rules, constant=id)
     if not is_hashable(key):
         return program
-    known = _emitted.setdefault(source, {})
-    found = known.pop(key, program)
-    known[key] = found
-    if len(known) > _MOST:
-        del known[next(iter(known))]
+    programs = _emitted.setdefault(source, Programs(_MOST_PROGRAMS))
+    found = programs.get(key)
+    if found is None:
+        programs.put(key, program)
+        found = program
     return found
 
 

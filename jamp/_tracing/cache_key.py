@@ -15,21 +15,22 @@ from jamp._compat import trace_context
 from jamp._tracing.checks import is_array
 
 # How many programs a function keeps for its eager calls.
-_MOST = 128
+_MOST_PROGRAMS = 128
 
 
 class Programs:
-    """The programs of a function's eager calls, used last, for several threads.
+    """The programs of eager calls that were used last, for several threads.
 
     A copy of it, pickled or not, is empty.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = _MOST_PROGRAMS) -> None:
+        self._most = most
         self._entries: dict[Hashable, Any] = {}
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Programs, ()
+        return Programs, (self._most,)
 
     def get(self, key: Hashable) -> Any:
         with self._lock:
@@ -41,7 +42,7 @@ class Programs:
     def put(self, key: Hashable, entry: Any) -> None:
         with self._lock:
             self._entries[key] = entry
-            if len(self._entries) > _MOST:
+            if len(self._entries) > self._most:
                 del self._entries[next(iter(self._entries))]
 
 

@@ -15,6 +15,7 @@ import pytest
 from jax.experimental.xla_metadata import set_xla_metadata
 
 import jamp
+from jamp._emit import recurring
 
 X = jax.device_put(np.arange(1, 5, dtype=np.float32))
 W = jax.device_put(np.eye(4, dtype=np.float32))
@@ -272,6 +273,31 @@ def test_threads_share_functions_and_regions():
     for result in found:
         assert result.dtype == expected.dtype
         np.testing.assert_allclose(result, expected, rtol=2**-7)
+
+
+def test_threads_share_the_programs_that_were_emitted_before(monkeypatch):
+    source = jax.make_jaxpr(jnp.sin)(X).jaxpr
+    # More than are kept.
+    programs = [jax.make_jaxpr(jnp.sin)(jnp.ones(size)) for size in range(1, 25)]
+    done = []
+
+    def work():
+        for program in programs * 200:
+            assert recurring._known(source, program).in_avals == program.in_avals
+        done.append(1)
+
+    interval = sys.getswitchinterval()
+    monkeypatch.setattr(threading, "excepthook", lambda raised: None)
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    try:
+        sys.setswitchinterval(1e-6)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(done) == 6
 
 
 def test_tasks_interleave_between_calls():
