@@ -1,5 +1,6 @@
 """Arguments of loss scaling: what is checked of numbers, flags and trees of them."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import optax
 from jax.tree_util import keystr, tree_leaves_with_path
 
+from jamp._equations import is_hashable
 from jamp._errors import ScalerError, ScalerTypeError, described
 
 LARGEST = float(np.finfo(np.float32).max)
@@ -27,6 +29,16 @@ def without_multi_steps(tx: Any) -> Any:
 
 def saved_numbers(saved: Any, keys: list[str], negative: bool) -> list[float]:
     """The numbers under the keys of a state dict; whether torch's negative ones too."""
+    if not isinstance(saved, Mapping):
+        raise ScalerTypeError(
+            "load_state_dict takes the dict that state_dict of jamp or torch gave, got "
+            f"{described(saved)}"
+        )
+    if not saved:
+        raise ScalerError(
+            "The source state dict is empty, possibly because it was saved from a "
+            "disabled instance of GradScaler, which enabled=False makes again"
+        )
     missing = [key for key in keys if key not in saved]
     if missing:
         raise ScalerError(
@@ -51,6 +63,23 @@ def saved_numbers(saved: Any, keys: list[str], negative: bool) -> list[float]:
             )
         numbers.append(number)
     return numbers
+
+
+def mapped_axes(axis_name: Any) -> Any:
+    """Names of mapped axes, if they are such that JAX can reduce over them."""
+    if axis_name is None:
+        return None
+    axes = tuple(axis_name) if isinstance(axis_name, list) else axis_name
+    names = axes if isinstance(axes, tuple) else (axes,)
+    # JAX takes an int for the position of an axis.
+    named = all(is_hashable(name) and not isinstance(name, int) for name in names)
+    if not named or len({*names}) < len(names):
+        raise ScalerTypeError(
+            "axis_name must be a hashable name, and no int, that jax.shard_map, "
+            "jax.pmap or jax.vmap gives an axis, or a tuple of such names, each once; "
+            f"got {described(axis_name)}"
+        )
+    return axes
 
 
 def new_scale_of(old: jax.Array, value: Any) -> jax.Array:

@@ -33,7 +33,7 @@ def scaled(scale: jax.Array, outputs: Any) -> Any:
 
     def scaled_leaf(leaf: Any) -> jax.Array:
         expect(is_number(leaf), leaf, "outputs must be arrays or numbers,")
-        array = jnp.asarray(leaf)
+        array = jnp.asarray(_in_float32(leaf) if isinstance(leaf, int) else leaf)
         inexact = jnp.issubdtype(array.dtype, jnp.inexact)
         # Not promoted: float8 has no implicit promotion.
         wide = array.dtype if inexact and array.dtype.itemsize >= 4 else jnp.float32
@@ -46,6 +46,14 @@ def scaled(scale: jax.Array, outputs: Any) -> Any:
     if noted is not None:
         noted.extend(jax.tree.leaves(found))
     return found
+
+
+def _in_float32(number: int) -> np.float32:
+    """A number that JAX would hold in an int32, into which it may not fit."""
+    try:
+        return np.float32(number)
+    except OverflowError as error:
+        raise ScalerError("an int to scale is too large for a float") from error
 
 
 def noting_scaled(

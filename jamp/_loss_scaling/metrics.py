@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jamp._dtypes import widened
+from jamp._loss_scaling.arguments import mapped_axes
 from jamp._loss_scaling.arithmetic import outside_of_autocast, over_axes
 from jamp._loss_scaling.states import (
     DynamicLossScalingState,
@@ -50,6 +51,7 @@ def metrics(
     Raises:
       ScalerError: `opt_state` holds no loss scale, or several, or `axis_name` names no
         mapped axis.
+      ScalerTypeError: `axis_name` is neither a name nor several.
     """
     state = find_state(opt_state, "; it comes first: metrics(opt_state, grads)")
     found = {}
@@ -61,7 +63,7 @@ def metrics(
         refuse_stack(state.scale)
     found = {"loss_scale": state.scale, "growth_tracker": state.growth_tracker, **found}
     arrays = {name: jnp.asarray(value) for name, value in found.items()}
-    axes = tuple(axis_name) if isinstance(axis_name, list) else axis_name
+    axes = mapped_axes(axis_name)
     with over_axes(axes):
         return dict(_scalars(arrays, grads, axes))
 

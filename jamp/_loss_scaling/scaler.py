@@ -167,6 +167,7 @@ class GradScaler:
             any other floating array keeps its dtype, integers become float32.
 
         Raises:
+          ScalerError: an int is too large for a float.
           ScalerTypeError: a leaf is no number, or the state or the loss is left out.
         """
         torch_calls.check_state(ScalerState, state, "scale(state, loss)")
@@ -344,7 +345,8 @@ class GradScaler:
 
         Raises:
           ScalerError: the dict is empty, lacks a key, or has a value out of range.
-          ScalerTypeError: a value is no number, or an option is in the dict too.
+          ScalerTypeError: it is no dict, a value in it is no number, or an option is
+            in it too.
         """
         both = options.keys() & {*_KEYS, "init_scale"}
         if both:
@@ -354,11 +356,6 @@ class GradScaler:
         if not options.get("enabled", cls.enabled):
             disabled = cls(**options)
             return disabled, disabled.init()
-        if not state_dict:
-            raise ScalerError(
-                "The source state dict is empty, possibly because it was saved from a "
-                "disabled instance of GradScaler, which enabled=False makes again"
-            )
         _checked(options)
         low = options.get("min_scale", cls.min_scale)
         high = options.get("max_scale", cls.max_scale)

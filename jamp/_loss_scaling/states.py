@@ -78,7 +78,8 @@ def scale_loss(loss: Any, opt_state: Any) -> Any:
       opt_state: as for `jamp.loss_scale`.
 
     Raises:
-      ScalerError: it holds no loss scale, or several.
+      ScalerError: it holds no loss scale, or several, or an int is too large for a
+        float.
       ScalerTypeError: a loss is no number.
     """
     hint = "; the loss comes first: scale_loss(loss, opt_state)"

@@ -61,7 +61,8 @@ def dynamic_loss_scaling(
       ScalerError: `init` got float16 parameters, or `update` float16 gradients; or, at
         `init`, something in `inner` scales losses too, or, at `update`, `axis_name`
         names no mapped axis.
-      ScalerTypeError: `inner` is no optimizer, or `scaler` no `GradScaler`.
+      ScalerTypeError: `inner` is no optimizer, `scaler` no `GradScaler`, or `axis_name`
+        neither a name nor several.
     """
     if misplaced:
         raise ScalerTypeError(_misplaced(list(misplaced)))
@@ -70,7 +71,8 @@ def dynamic_loss_scaling(
     hint = "scaler must be a jamp.GradScaler, as jamp.GradScaler(init_scale=1024.0) is;"
     arguments.expect(known, scaler, hint)
     inner = optax.with_extra_args_support(inner)
-    scaling = _LossScaling(inner, scaler or GradScaler(), axis_name)
+    axes = arguments.mapped_axes(axis_name)
+    scaling = _LossScaling(inner, scaler or GradScaler(), axes)
     return optax.GradientTransformationExtraArgs(scaling.init, scaling.update)
 
 

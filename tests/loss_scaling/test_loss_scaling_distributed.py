@@ -1,5 +1,7 @@
 """An overflow on one device skips the step on all, and leaves equal states."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 import jamp
 
 SCALER = jamp.GradScaler(init_scale=2.0**10, growth_interval=3)
+SGD = optax.sgd(0.1)
+W = jnp.array([1.0, 2.0])
 DEVICES = 8
 STEPS = 6
 
@@ -146,3 +150,38 @@ def test_states_of_all_devices_are_equal_after_an_overflow_on_one():
         shards = [np.asarray(shard.data) for shard in leaf.addressable_shards]
         for shard in shards[1:]:
             np.testing.assert_array_equal(shard, shards[0])
+
+
+def test_an_axis_that_is_not_mapped_is_named():
+    tx = jamp.dynamic_loss_scaling(SGD, axis_name="batch")
+    message = "axis_name='batch' names no axis that is mapped here"
+    with pytest.raises(jamp.ScalerError, match=message):
+        tx.update(W, tx.init(W), W)
+    with pytest.raises(jamp.ScalerError, match=message):
+        jamp.metrics(tx.init(W), W, axis_name="batch")
+
+
+@pytest.mark.parametrize(
+    "axis", [5, True, {"d"}, ["d", ["e"]], ("d", 0), ("d", "d"), np.ones(2)], ids=repr
+)
+def test_what_names_no_axis_that_jax_reduces_over_is_refused_at_once(axis):
+    message = f"axis_name must be .*; got {re.escape(repr(axis))}"
+    with pytest.raises(jamp.ScalerTypeError, match=message):
+        jamp.dynamic_loss_scaling(SGD, axis_name=axis)
+    with pytest.raises(jamp.ScalerTypeError, match=message):
+        jamp.metrics(SCALER.init(), W, axis_name=axis)
+
+
+@pytest.mark.parametrize("axis", ["d", b"d", 1.5, ("d", "e"), frozenset("d")], ids=repr)
+def test_an_axis_may_have_any_name_that_jax_reduces_over(axis):
+    def step(w):
+        tx = jamp.dynamic_loss_scaling(SGD, SCALER, axis_name=[axis])
+        _, state = tx.update(w, tx.init(w), w)
+        norm = jamp.metrics(SCALER.init(), w, axis_name=(axis,))["grad_norm"]
+        return state.last_step_skipped, norm
+
+    skipped, norms = jax.vmap(step, axis_name=axis)(jnp.array([[3.0], [4.0]]) * 2.0**10)
+    assert not skipped.any()
+    np.testing.assert_array_equal(norms, [5.0, 5.0])
+    skipped, _ = jax.vmap(step, axis_name=axis)(jnp.array([1.0, jnp.inf]))
+    assert skipped.all()

@@ -187,14 +187,6 @@ def test_a_state_in_front_of_the_gradients_shows_the_order():
         TX.update(TX.init(W), W, W)
 
 
-def test_an_axis_that_is_not_mapped_is_named():
-    tx = jamp.dynamic_loss_scaling(optax.sgd(0.1), axis_name="batch")
-    with pytest.raises(ScalerError, match="axis_name='batch' names no axis that is m"):
-        tx.update(W, tx.init(W), W)
-    with pytest.raises(ScalerError, match="axis_name='batch' names no axis that is m"):
-        jamp.metrics(tx.init(W), W, axis_name="batch")
-
-
 def test_update_goes_on_from_a_state_of_the_inner_optimizer_as_its_error_says():
     inner = optax.adam(0.1)
     _, inner_state = inner.update(W, inner.init(W), W)

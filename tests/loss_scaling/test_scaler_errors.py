@@ -101,6 +101,17 @@ def test_a_loss_that_is_missing_is_said_to_be():
             GradScaler().scale(state_of(8.0), *given)
 
 
+def test_an_int_that_is_no_int32_is_scaled_as_the_float_that_it_is():
+    for number in (2**31, -(10**30)):
+        for scaled in (
+            GradScaler().scale(state_of(8.0), number),
+            jamp.scale_loss(number, state_of(8.0)),
+        ):
+            assert same(scaled, jnp.float32(8 * float(number)))
+    with pytest.raises(ScalerError, match="an int to scale is too large for a float"):
+        GradScaler().scale(state_of(8.0), {"loss": 10**400})
+
+
 def test_loading_into_a_scaler_that_is_there_says_that_it_returns_one():
     with pytest.raises(ScalerTypeError, match=r"scaler, state = .*load_state_dict"):
         GradScaler().load_state_dict(SAVED)

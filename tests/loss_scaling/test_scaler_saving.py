@@ -1,12 +1,14 @@
 """A GradScaler is saved as torch's is, and goes on where it was."""
 
+import re
 from dataclasses import dataclass
 
 import jax
+import numpy as np
 import pytest
 from scaler_reference import assert_steps, in_a_scan, same, state_of, traces
 
-from jamp import GradScaler, ScalerError
+from jamp import GradScaler, ScalerError, ScalerTypeError
 
 TRACES = traces()
 
@@ -56,6 +58,13 @@ def test_loading_a_dict_that_lacks_a_key_names_it():
     for key in saved:
         with pytest.raises(ScalerError, match=f"lacks '{key}';"):
             GradScaler.load_state_dict({k: v for k, v in saved.items() if k != key})
+
+
+@pytest.mark.parametrize("saved", [5, None, "scale", ["scale"], np.ones(2)], ids=repr)
+def test_what_is_no_dict_is_not_loaded(saved):
+    message = f"load_state_dict takes .*, got {re.escape(repr(saved))}$"
+    with pytest.raises(ScalerTypeError, match=message):
+        GradScaler.load_state_dict(saved)
 
 
 def test_a_disabled_scaler_saves_and_loads_nothing():
