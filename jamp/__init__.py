@@ -21,7 +21,8 @@ from jamp._errors import (
 from jamp._explain import Report, explain
 from jamp._loss_scaling.gradients import value_and_grad
 from jamp._loss_scaling.metrics import metrics
-from jamp._loss_scaling.scaler import GradScaler, ScalerState
+from jamp._loss_scaling.scaler import GradScaler
+from jamp._loss_scaling.scaler_state import ScalerState
 from jamp._loss_scaling.states import (
     DynamicLossScalingState,
     last_step_skipped,

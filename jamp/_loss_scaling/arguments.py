@@ -11,9 +11,18 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from jamp._equations import is_hashable
 from jamp._errors import ScalerError, ScalerTypeError, described
+from jamp._loss_scaling.scaler_state import ScalerState
 
 LARGEST = float(np.finfo(np.float32).max)
 LARGEST_COUNT = int(np.iinfo(np.int32).max)
+# Those of a state dict, which are torch's.
+SAVED_KEYS = (
+    "scale",
+    "growth_factor",
+    "backoff_factor",
+    "growth_interval",
+    "_growth_tracker",
+)
 
 
 def expect(fine: bool, value: Any, message: str) -> None:
@@ -27,8 +36,8 @@ def without_multi_steps(tx: Any) -> Any:
     return tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
 
 
-def saved_numbers(saved: Any, keys: list[str], negative: bool) -> list[float]:
-    """The numbers under the keys of a state dict; whether torch's negative ones too."""
+def saved_numbers(saved: Any, negative: bool) -> list[float]:
+    """The numbers of a state dict; whether torch's negative ones too."""
     if not isinstance(saved, Mapping):
         raise ScalerTypeError(
             "load_state_dict takes the dict that state_dict of jamp or torch gave, got "
@@ -39,14 +48,14 @@ def saved_numbers(saved: Any, keys: list[str], negative: bool) -> list[float]:
             "The source state dict is empty, possibly because it was saved from a "
             "disabled instance of GradScaler, which enabled=False makes again"
         )
-    missing = [key for key in keys if key not in saved]
+    missing = [key for key in SAVED_KEYS if key not in saved]
     if missing:
         raise ScalerError(
             f"the state dict lacks {', '.join(map(repr, missing))}; a GradScaler's "
-            f"has {', '.join(map(repr, keys))}"
+            f"has {', '.join(map(repr, SAVED_KEYS))}"
         )
     numbers = []
-    for key in keys:
+    for key in SAVED_KEYS:
         try:
             number = float(saved[key])
         except (TypeError, ValueError, OverflowError) as error:
@@ -101,6 +110,8 @@ def new_scale_of(old: jax.Array, value: Any) -> jax.Array:
 
 def any_of(found_inf: Any, method: str) -> jax.Array:
     """Whether one of the flags that a method of a scaler got is set."""
+    message = "found_inf must be what unscale returned,"
+    expect(not instances(found_inf, ScalerState), found_inf, message)
     flags = jax.tree.leaves(found_inf)
     if not flags:
         raise ScalerError(
@@ -110,7 +121,7 @@ def any_of(found_inf: Any, method: str) -> jax.Array:
     for flag in flags:
         other = "a scale to set is new_scale=...; " if method == "update" else ""
         is_flag = is_number(flag) and not _is_scale_or_gradient(flag)
-        expect(is_flag, flag, f"{other}found_inf must be what unscale returned,")
+        expect(is_flag, flag, f"{other}{message}")
     return jnp.stack([jnp.asarray(flag, bool).any() for flag in flags]).any()
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, InitVar, dataclass
-from functools import partial
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, NamedTuple, Never
+from typing import TYPE_CHECKING, Any, Never
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +15,12 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from jamp._errors import ScalerError, ScalerTypeError
 from jamp._loss_scaling import arguments, arithmetic, torch_calls
-from jamp._loss_scaling.arguments import LARGEST, LARGEST_COUNT, expect
+from jamp._loss_scaling.arguments import LARGEST, LARGEST_COUNT, SAVED_KEYS, expect
 from jamp._loss_scaling.arithmetic import outside_of_autocast, select
+from jamp._loss_scaling.scaler_state import ScalerState
+from jamp._loss_scaling.torch_calls import takes_state
 from jamp.pallas_kernels import all_finite, unscale_and_check
 
-_KEYS = "scale growth_factor backoff_factor growth_interval _growth_tracker".split()
 _STEP = "step(state, tx, grads, found_inf, opt_state, params)"
 _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 # What an option may be, that in words, and what it becomes.
@@ -37,24 +37,6 @@ _OPTIONS: dict[str, tuple[Any, str, type]] = {
     "max_scale": _OPTIONAL,
     "hysteresis": _COUNT,
 }
-
-
-class ScalerState(NamedTuple):
-    """What changes from step to step; a pytree of arrays.
-
-    Attributes:
-      scale: the factor of the loss, float32[].
-      growth_tracker: finite steps since the scale last changed, int32[].
-      hysteresis_tracker: overflows in a row, int32[]; counted up to the scaler's
-        `hysteresis`.
-    """
-
-    scale: jax.Array
-    growth_tracker: jax.Array
-    hysteresis_tracker: jax.Array
-
-
-_takes_state = partial(torch_calls.takes_state, ScalerState)
 
 
 @torch_calls.with_named_options
@@ -170,7 +152,7 @@ class GradScaler:
           ScalerError: an int is too large for a float.
           ScalerTypeError: a leaf is no number, or the state or the loss is left out.
         """
-        torch_calls.check_state(ScalerState, state, "scale(state, loss)")
+        torch_calls.check_state(state, "scale(state, loss)")
         hint = "there is no loss: scale(state, loss) takes two, and a function that"
         expect(outputs is not None, outputs, f"{hint} computes one has to return it;")
         if not self.enabled:
@@ -178,7 +160,7 @@ class GradScaler:
         return arithmetic.scaled(state.scale, outputs)
 
     # Gradients taken under an autocast are in 16 bits, in which they would vanish.
-    @_takes_state("unscale(state, grads)")
+    @takes_state("unscale(state, grads)")
     @outside_of_autocast
     def unscale(self, state: ScalerState, grads: Any) -> tuple[Any, jax.Array]:
         """Divides gradients by the scale, and checks them for overflows.
@@ -207,7 +189,7 @@ class GradScaler:
         # zero, and with it every gradient.
         return unscaled, found_inf | (inverse == 0)
 
-    @_takes_state("update(state, found_inf)")
+    @takes_state("update(state, found_inf)")
     @outside_of_autocast
     def update(
         self, state: ScalerState, found_inf: Any = None, new_scale: Any = None
@@ -231,7 +213,7 @@ class GradScaler:
             given = arguments.new_scale_of(state.scale, new_scale)
             scale = jnp.clip(given, self.min_scale, self.max_scale)
             return state._replace(scale=scale)
-        found = _any_of(found_inf, "update")
+        found = arguments.any_of(found_inf, "update")
         state = state._replace(
             # That of a restored state may be of a scaler with other bounds.
             scale=jnp.clip(state.scale, self.min_scale, self.max_scale)
@@ -252,7 +234,7 @@ class GradScaler:
             hysteresis_tracker=jnp.where(found, overflows, 0),
         )
 
-    @_takes_state(_STEP)
+    @takes_state(_STEP)
     @outside_of_autocast
     def step(
         self,
@@ -292,7 +274,7 @@ class GradScaler:
                 "the optimizer is one of jamp.dynamic_loss_scaling, which unscales and "
                 "skips by itself: call its update, or hand step the inner optimizer"
             )
-        found = _any_of(found_inf, "step") if self.enabled else None
+        found = arguments.any_of(found_inf, "step") if self.enabled else None
         grads = grads if found is None else arithmetic.as_if_finite(found, grads)
         update = optax.with_extra_args_support(tx).update
         updates, new_opt_state = update(grads, opt_state, params, **extra_args)
@@ -303,7 +285,7 @@ class GradScaler:
             found = found | ~all_finite(updates)
         return *select(found, (params, opt_state), stepped), ~found
 
-    @_takes_state("state_dict(state)")
+    @takes_state("state_dict(state)")
     def state_dict(self, state: ScalerState) -> dict[str, Any]:
         """Python numbers under torch's five keys, to load here or in torch.
 
@@ -326,7 +308,7 @@ class GradScaler:
             )
         factors = self.growth_factor, self.backoff_factor, self.growth_interval
         values = float(state.scale), *factors, int(state.growth_tracker)
-        return dict(zip(_KEYS, values, strict=True))
+        return dict(zip(SAVED_KEYS, values, strict=True))
 
     @torch_calls.of_the_class
     def load_state_dict(
@@ -348,7 +330,7 @@ class GradScaler:
           ScalerTypeError: it is no dict, a value in it is no number, or an option is
             in it too.
         """
-        both = options.keys() & {*_KEYS, "init_scale"}
+        both = options.keys() & {*SAVED_KEYS, "init_scale"}
         if both:
             raise ScalerTypeError(
                 f"the state dict holds {', '.join(sorted(both))}: change it there"
@@ -359,7 +341,7 @@ class GradScaler:
         _checked(options)
         low = options.get("min_scale", cls.min_scale)
         high = options.get("max_scale", cls.max_scale)
-        numbers = arguments.saved_numbers(state_dict, _KEYS, negative=low is None)
+        numbers = arguments.saved_numbers(state_dict, negative=low is None)
         scale, growth_factor, backoff_factor, interval, tracker = numbers
         scale = scale if low is None else max(scale, low)
         scale = scale if high is None else min(scale, high)
@@ -372,12 +354,6 @@ class GradScaler:
         )
         count = jnp.asarray(int(tracker), jnp.int32)
         return scaler, scaler.init()._replace(growth_tracker=count)
-
-
-def _any_of(found_inf: Any, method: str) -> jax.Array:
-    given = arguments.instances(found_inf, ScalerState)
-    expect(not given, found_inf, "found_inf must be what unscale returned,")
-    return arguments.any_of(found_inf, method)
 
 
 def _checked(options: Mapping[str, Any]) -> dict[str, Any]:

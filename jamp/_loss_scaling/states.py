@@ -11,7 +11,8 @@ import optax
 from jamp._errors import JampWarning, ScalerError
 from jamp._loss_scaling import arguments, arithmetic
 from jamp._loss_scaling.arguments import instances
-from jamp._loss_scaling.scaler import GradScaler, ScalerState
+from jamp._loss_scaling.scaler import GradScaler
+from jamp._loss_scaling.scaler_state import ScalerState
 from jamp._tracing.locations import users_level
 
 # Without a target, states come back as dicts.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Never, ParamSpec, TypeVar
 
 from jamp._errors import ScalerTypeError, did_you_mean
 from jamp._loss_scaling.arguments import expect
+from jamp._loss_scaling.scaler_state import ScalerState
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -81,15 +82,13 @@ INSTEAD = {
 }
 
 
-def check_state(kind: type, state: Any, call: str) -> None:
-    """Raises unless a state is of its class, and says how a method is called."""
+def check_state(state: Any, call: str) -> None:
+    """Raises unless a state is a scaler's, and says how a method is called."""
     message = f"the state comes first: scaler.{call}, with what scaler.init() or update"
-    expect(isinstance(state, kind), state, f"{message} returned;")
+    expect(isinstance(state, ScalerState), state, f"{message} returned;")
 
 
-def takes_state(
-    kind: type, call: str
-) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+def takes_state(call: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Has a method say how it is called where its state is missing.
 
     Python itself would name the parameters that are missing after it.
@@ -101,7 +100,7 @@ def takes_state(
         @wraps(method)
         def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             state = args[1] if len(args) > 1 else kwargs.get("state")
-            check_state(kind, state, call)
+            check_state(state, call)
             try:
                 taken.bind(*args, **kwargs)
             except TypeError as error:

@@ -11,7 +11,8 @@ from jamp._errors import ScalerError, ScalerTypeError, did_you_mean
 from jamp._loss_scaling import arguments, arithmetic
 from jamp._loss_scaling.arguments import instances
 from jamp._loss_scaling.arithmetic import outside_of_autocast, select
-from jamp._loss_scaling.scaler import GradScaler, ScalerState
+from jamp._loss_scaling.scaler import GradScaler
+from jamp._loss_scaling.scaler_state import ScalerState
 from jamp._loss_scaling.states import RESTORE, DynamicLossScalingState
 from jamp._tracing.checks import is_array
 from jamp.pallas_kernels import all_finite
