@@ -1,4 +1,8 @@
-"""Arguments of loss scaling: what is checked of numbers, flags and trees of them."""
+"""Arguments of loss scaling: what is checked of them, and what is found in them.
+
+Numbers, flags, trees of both and names of axes are checked; optimizers are found in
+what makes them, and states in trees.
+"""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,8 @@
-"""What loss scaling computes: products with scales, flags over devices, choices."""
+"""What loss scaling computes: products with scales, flags over devices, choices.
+
+Here is also what stands around it: an autocast has no effect inside, what is scaled
+meanwhile is noted, and axes that are not mapped are named.
+"""
 
 import math
 from collections.abc import Callable, Iterator
