@@ -1,7 +1,4 @@
-"""Equations that hold programs, with these as planned.
-
-The carry of a loop keeps the dtypes at which it has settled.
-"""
+"""Equations that hold programs, with these as planned."""
 
 from collections.abc import Mapping
 from functools import partial

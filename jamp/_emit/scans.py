@@ -1,7 +1,4 @@
-"""Scans with their programs as planned, and what is made before and behind them.
-
-The carry of a loop keeps the dtypes at which it has settled.
-"""
+"""Scans with their programs as planned, and what is made before and behind them."""
 
 from __future__ import annotations
 
