@@ -246,8 +246,8 @@ def content_of(
     return made and (made, held)
 
 
-def is_hashable(key: Any) -> bool:
-    """Whether it is a key; None stands for one that cannot be told."""
+def is_key(key: Any) -> bool:
+    """Whether it is a key; None, which has a hash, stands for what cannot be told."""
     try:
         hash(key)
     except TypeError:

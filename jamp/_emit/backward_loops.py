@@ -28,7 +28,7 @@ from jamp._emit.before_loops import (
     multiplying,
     size_of_value,
 )
-from jamp._equations import contracted, is_hashable
+from jamp._equations import contracted, is_key
 from jamp._lowerings.processor import this_processor
 from jamp._plan.biases import moved_wide, moves
 from jamp._plan.plan import Action, Bind, Cast, Plan, Structural, needed, readers_of
@@ -322,7 +322,7 @@ class _Loop:
             place = [v.number for v in maker.results].index(value.number)
             made_of = tuple(map(self._made_as, maker.operands))
             key = maker.eqn.primitive, tuple(maker.eqn.params.items()), place, made_of
-            return key if is_hashable(key) else value.number
+            return key if is_key(key) else value.number
         return value.number
 
     def _handed_on(self, stacks: Values, step: Action) -> HandedOn | None:

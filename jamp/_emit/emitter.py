@@ -38,7 +38,7 @@ from jamp._emit.conversions import (
 )
 from jamp._emit.loop_stacks import Iteration
 from jamp._emit.recurring import recurs, run_as_before
-from jamp._equations import bind_primitive, is_hashable, number_of
+from jamp._equations import bind_primitive, is_key, number_of
 from jamp._lowerings.hook import bound_as
 from jamp._lowerings.picks import picking
 from jamp._plan.plan import (
@@ -95,7 +95,7 @@ class Made:
 
     def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """What `make` gave for this key; without a key it is made anew."""
-        if not is_hashable(key):
+        if not is_key(key):
             return make()
         found = self._made.get(key)  # a key may be long, and is hashed each time
         if found is None:
@@ -195,7 +195,7 @@ class Emitter:
         """
         # Outside of a program JAX would compile each of these functions, once a call.
         found = key() if self.share and becomes_a_program() else None
-        if not is_hashable(found):
+        if not is_key(found):
             return function(*arrays)
         make = partial(jax.jit, function, inline=INLINE)
         return self._functions.once(found, make)(*arrays)

@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn, jaxpr_as_fun, jaxprs_in_params
 from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p
 
 from jamp._compat import becomes_a_program, is_plain_array
-from jamp._equations import content_of, is_hashable, looks_for_nans, nested
+from jamp._equations import content_of, is_key, looks_for_nans, nested
 from jamp._plan.plan import Structural
 from jamp._primitives import CALLS
 from jamp._tracing.cache_key import Programs
@@ -68,7 +68,7 @@ def _known(source: Any, program: Any) -> Any:
     """An equal program that was made of the same one before; else this one."""
     # The constants are held by the program that is kept, so that their ids stay taken.
     key = content_of(program, custom=_rules, constant=id)
-    if not is_hashable(key):
+    if not is_key(key):
         return program
     programs = _emitted.setdefault(source, Programs(_MOST_PROGRAMS))
     found = programs.get(key)

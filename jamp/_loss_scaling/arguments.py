@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from jamp._equations import is_hashable
+from jamp._equations import is_key
 from jamp._errors import ScalerError, ScalerTypeError, described
 from jamp._loss_scaling.scaler_state import ScalerState
 
@@ -85,7 +85,7 @@ def mapped_axes(axis_name: Any) -> Any:
     axes = tuple(axis_name) if isinstance(axis_name, list) else axis_name
     names = axes if isinstance(axes, tuple) else (axes,)
     # JAX takes an int for the position of an axis.
-    named = all(is_hashable(name) and not isinstance(name, int) for name in names)
+    named = all(is_key(name) and not isinstance(name, int) for name in names)
     if not named or len({*names}) < len(names):
         raise ScalerTypeError(
             "axis_name must be a hashable name, and no int, that jax.shard_map, "
