@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jamp._compat import trace_context
+from jamp._equations import is_key
 from jamp._tracing.checks import is_array
 
 # How many programs a function keeps for its eager calls.
@@ -86,11 +87,7 @@ def signature(given: Any, options: Hashable) -> Hashable:
     if None in parts:
         return None
     key = (options, tree, tuple(parts), trace_context())
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
+    return key if is_key(key) else None
 
 
 def _static(leaf: Any) -> Hashable:
