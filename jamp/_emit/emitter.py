@@ -68,18 +68,19 @@ _programs_emissions: dict[str, ProgramsEmission] = {}
 
 def emits(kind: type[Action]) -> Callable[[Emission], Emission]:
     """Registers what emits a kind of action."""
-    return partial(_register, _emissions, kind)
+    return partial(_register, _emissions, [kind])
 
 
-def emits_programs(kind: str) -> Callable[[ProgramsEmission], ProgramsEmission]:
-    """Registers what emits equations of a primitive that hold programs."""
-    return partial(_register, _programs_emissions, kind)
+def emits_programs(*kinds: str) -> Callable[[ProgramsEmission], ProgramsEmission]:
+    """Registers what emits equations of some primitives that hold programs."""
+    return partial(_register, _programs_emissions, kinds)
 
 
-def _register(registry: dict[Any, Any], kind: Any, emission: Any) -> Any:
-    if kind in registry:
-        raise ValueError(f"{kind} is emitted already: {registry[kind].__name__}")
-    registry[kind] = emission
+def _register(registry: dict[Any, Any], kinds: Iterable[Any], emission: Any) -> Any:
+    for kind in kinds:
+        if kind in registry:
+            raise ValueError(f"{kind} is emitted already: {registry[kind].__name__}")
+        registry[kind] = emission
     return emission
 
 

@@ -100,8 +100,7 @@ def emit_shard_map(
     return list(function(*arrays))
 
 
-@emits_programs("all_gather")
-@emits_programs("all_gather_invariant")
+@emits_programs("all_gather", "all_gather_invariant")
 def emit_all_gather(
     emitter: Emitter, action: Structural, arrays: Arrays, varying: Places
 ) -> Arrays:
