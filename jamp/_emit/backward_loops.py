@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeGuard
 
 import jax
@@ -31,7 +31,16 @@ from jamp._emit.before_loops import (
 from jamp._equations import contracted, is_key
 from jamp._lowerings.processor import this_processor
 from jamp._plan.biases import moved_wide, moves
-from jamp._plan.plan import Action, Bind, Cast, Plan, Structural, needed, readers_of
+from jamp._plan.plan import (
+    Action,
+    Bind,
+    Cast,
+    Plan,
+    Structural,
+    needed,
+    operands_read,
+    readers_of,
+)
 from jamp._plan.products import adds_nothing
 from jamp._plan.values import Value, Values
 from jamp._policy.rules import Rule
@@ -167,7 +176,7 @@ class _Loop:
         self._makers = {v.number: step for step in plan.actions for v in step.results}
         # What is multiplied behind the loop, by number; what is equal is one value.
         self._stacked: dict[int, Value] = {}
-        self._equal: dict[Hashable, Value] = {}
+        self._equal: dict[int, Value] = {}
 
     def in_two(self) -> LoopBack | None:
         actions: list[Any] = []
@@ -249,21 +258,23 @@ class _Loop:
           wide: its sum over all iterations.
           made: what moves that as the value is moved is appended to these.
         """
-        if value.number in self._sums:
-            return {self._sums[value.number]: wide}
         found: dict[int, Value] = {}
-        for reader in self._readers.get(value.number, ()):
+        left = [(value, wide)]
+        while left:
+            value, wide = left.pop()
+            if value.number in self._sums:
+                found[self._sums[value.number]] = wide
+                continue
             pairs: list[tuple[Value, Value]] = []
-            if isinstance(reader, Cast) and reader.dtype == FLOAT32:
-                pairs = [(reader.results[0], wide)]
-            elif reader is not None and moves(reader):
-                made.append(moved_wide(reader, wide))
-                pairs = [*zip(reader.results, made[-1].results, strict=True)]
-            ends = [self._added(moved, own, made) for moved, own in pairs]
-            if not ends or None in ends:
-                return None
-            for end in ends:
-                found |= end or {}
+            for reader in self._readers.get(value.number, ()):
+                if isinstance(reader, Cast) and reader.dtype == FLOAT32:
+                    pairs.append((reader.results[0], wide))
+                elif reader is not None and moves(reader):
+                    made.append(moved_wide(reader, wide))
+                    pairs += zip(reader.results, made[-1].results, strict=True)
+                else:
+                    return None
+            left += reversed(pairs)
         return found
 
     def _gains(self, product: Bind) -> bool:
@@ -296,9 +307,10 @@ class _Loop:
 
     def _source_of(self, value: Value) -> Value:
         """What a value is, before it was cast or moved."""
-        maker = self._makers.get(value.number)
-        if maker is not None and (isinstance(maker, Cast) or moves(maker)):
-            return self._source_of(maker.operands[0])
+        while (maker := self._makers.get(value.number)) is not None:
+            if not (isinstance(maker, Cast) or moves(maker)):
+                break
+            value = maker.operands[0]
         return value
 
     def _of_slice(self, value: Value) -> OfSlice:
@@ -311,19 +323,27 @@ class _Loop:
 
     def _equal_to(self, value: Value) -> Value:
         """The first value that is made as this one is."""
-        return self._equal.setdefault(self._made_as(value), value)
+        number = self._alike.get(value.number, value.number)
+        return self._equal.setdefault(number, value)
 
-    def _made_as(self, value: Value) -> Hashable:
-        """Something that is equal for values that are made of the same by the same."""
-        maker = self._makers.get(value.number)
-        if isinstance(maker, Cast):
-            return maker.dtype, self._made_as(maker.operands[0])
-        if isinstance(maker, Bind) and maker.name in ARRANGING:
-            place = [v.number for v in maker.results].index(value.number)
-            made_of = tuple(map(self._made_as, maker.operands))
-            key = maker.eqn.primitive, tuple(maker.eqn.params.items()), place, made_of
-            return key if is_key(key) else value.number
-        return value.number
+    @cached_property
+    def _alike(self) -> dict[int, int]:
+        """By number, of what is made of the same by the same the first's number."""
+        firsts: dict[Hashable, int] = {}
+        found: dict[int, int] = {}
+        for step in self._plan.actions:
+            if isinstance(step, Cast):
+                made_by: Hashable = step.dtype
+            elif isinstance(step, Bind) and step.name in ARRANGING:
+                made_by = step.eqn.primitive, tuple(step.eqn.params.items())
+            else:
+                continue
+            made_of = [found.get(v.number, v.number) for v in operands_read(step)]
+            for place, value in enumerate(step.results):
+                key = made_by, place, tuple(made_of)
+                if is_key(key):
+                    found[value.number] = firsts.setdefault(key, value.number)
+        return found
 
     def _handed_on(self, stacks: Values, step: Action) -> HandedOn | None:
         """A result that is a product of what is stacked and of a constant matrix."""
@@ -343,15 +363,18 @@ class _Loop:
 
     def _result_of(self, value: Value) -> int | None:
         """The place among results that a value, moved or not, alone goes to."""
-        match self._readers.get(value.number):
-            case [None]:
-                numbers = [value.number for value in self._plan.results]
-                place = numbers.index(value.number)
-                return place if place >= len(self._carried) else None
-            case [reader] if isinstance(reader, Cast) or (reader and moves(reader)):
-                made = reader.results
-                return self._result_of(*made) if len(made) == 1 else None
-        return None
+        while True:
+            match self._readers.get(value.number):
+                case [Cast(results=[made])]:
+                    value = made
+                case [Bind(results=[made]) as reader] if moves(reader):
+                    value = made
+                case [None]:
+                    numbers = [value.number for value in self._plan.results]
+                    place = numbers.index(value.number)
+                    return place if place >= len(self._carried) else None
+                case _:
+                    return None
 
     def _of_one(self, multiplied: Value, place: int) -> Plan:
         """A result of one iteration, of what it multiplies to it."""

@@ -232,32 +232,36 @@ class _SameGradients:
 
     def of(self, value: Value) -> Hashable:
         """Something that is equal for all values with the same gradient."""
-        match self._readers.get(value.number):
-            case [Cast() as cast]:
-                return self.of(*cast.results)
-            case [Bind(name="add", results=[total])] if _shape(total) == _shape(value):
-                return self.of(total)
-            case [Bind(name="split") as split]:
-                return tuple(map(self.of, split.results)), split.eqn.params["axis"]
-            case [Float32Call() as call]:
-                numbers = [operand.number for operand in call.operands]
-                return _inside(call, call.invars[numbers.index(value.number)])
-        return value.number
+        while True:
+            match self._readers.get(value.number):
+                case [Cast(results=[made])]:
+                    value = made
+                case [Bind(name="add", results=[made])] if _same_shape(made, value):
+                    value = made
+                case [Bind(name="split") as split]:
+                    return tuple(map(self.of, split.results)), split.eqn.params["axis"]
+                case [Float32Call() as call]:
+                    numbers = [operand.number for operand in call.operands]
+                    return _inside(call, call.invars[numbers.index(value.number)])
+                case _:
+                    return value.number
 
 
 def _inside(call: Float32Call, var: Any) -> Hashable:
     """The same inside of a float32 call."""
-    readers = [eqn for eqn in call.eqns for v in eqn.invars if v is var]
-    if len(readers) == 1 and var not in call.outvars:
-        (eqn,) = readers
-        (total, *_) = eqn.outvars
-        if eqn.primitive.name == "add" and shape_of(total) == shape_of(var):
-            return _inside(call, total)
+    while var not in call.outvars:
+        readers = [eqn for eqn in call.eqns for v in eqn.invars if v is var]
+        if [eqn.primitive.name for eqn in readers] != ["add"]:
+            break
+        (total,) = readers[0].outvars
+        if not _same_shape(total, var):
+            break
+        var = total
     return call, var
 
 
-def _shape(value: Value) -> Any:
-    return value.aval.shape
+def _same_shape(one: Any, other: Any) -> bool:
+    return shape_of(one) == shape_of(other)
 
 
 @emits(Perturbed)

@@ -79,3 +79,14 @@ def test_a_gated_layer_has_its_gradient_taken_inside(activation):
     expected = both(w, np.zeros(16, "f"))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, atol=0.02 * np.abs(b).max())
+
+
+def test_a_layer_may_be_moved_ever_so_often_before_its_loss():
+    def loss(w, b):
+        layer = X @ w + b
+        for _ in range(500):
+            layer = layer.T.T
+        return picked(layer)
+
+    found = jax.eval_shape(jax.grad(jamp.autocast(loss, device_type="cpu"), 1), W, B)
+    assert found.dtype == "float32"

@@ -16,6 +16,7 @@ from lowerings.recurrent_loops import (
     autocast,
     gradients,
     products,
+    recurrent,
 )
 
 pytestmark = pytest.mark.usefixtures("amx")
@@ -178,3 +179,22 @@ def test_a_loop_of_arrays_that_are_spread_explicitly_has_its_gradients():
     with jax.set_mesh(mesh):
         found = jax.jit(inside(fn))(*weights, jax.device_put(xs, P(None, "data")))
     assert_near(found, wanted)
+
+
+def reversed_often(array):
+    for _ in range(1000):
+        array = array[::-1]
+    return array
+
+
+MOVED_OFTEN = {
+    "slices": lambda h, w, u, b, x: jnp.tanh(reversed_often(x) @ u + h @ w),
+    "a weight": lambda h, w, u, b, x: jnp.tanh(x @ u + h @ reversed_often(w)),
+    "a product": lambda h, w, u, b, x: jnp.tanh(x @ u + reversed_often(h @ w)),
+}
+
+
+@pytest.mark.parametrize("name", MOVED_OFTEN)
+def test_what_is_multiplied_may_be_moved_ever_so_often(name):
+    inner, outer = matrices(inside(recurrent(MOVED_OFTEN[name])), *arrays())
+    assert inner == 0 < outer

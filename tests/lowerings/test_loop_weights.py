@@ -251,3 +251,14 @@ def test_an_eager_gradient_compiles_no_more_again_than_as_written():
             gradients(fn)(*arrays())
         counts.append(compilations.count - before)
     assert counts[1] <= counts[0]
+
+
+def test_a_step_may_add_ever_so_often_to_a_product():
+    def added(h, w, u, b, x):
+        total = x + h @ w
+        for _ in range(1000):
+            total = total + h
+        return jnp.tanh(total)
+
+    inside, _ = products(traced(gradients(autocast(recurrent(added))), *arrays()))
+    assert inside and not [shape for shape in inside if min(shape) == SIZE]

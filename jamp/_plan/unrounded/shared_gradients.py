@@ -76,12 +76,16 @@ def _moved(
     moved: dict[Action, Bind],
 ) -> Value:
     """The float32 of a layer, moved as its 16 bits were."""
-    if number not in layers:
-        action = moving[number]
-        source = _moved(action.operands[0].number, layers, moving, moved)
-        wide = moved[action] = moved_wide(action, source)
+    source, moves_to_it = number, []
+    while source not in layers:
+        moves_to_it.append(moving[source])
+        (value,) = moving[source].operands
+        source = value.number
+    for action in reversed(moves_to_it):
+        (value,) = action.operands
+        wide = moved[action] = moved_wide(action, layers[value.number])
         pairs = zip(action.results, wide.results, strict=True)
-        layers.update((value.number, made) for value, made in pairs)
+        layers.update((result.number, made) for result, made in pairs)
     return layers[number]
 
 
