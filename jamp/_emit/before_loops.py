@@ -18,7 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jamp import _primitives
 from jamp._compat import scan_counts
-from jamp._dtypes import known_size
+from jamp._dtypes import known_size, shape_of
 from jamp._emit.loop_weights import Behind, ByMatrix, made_behind
 from jamp._emit.recurring import MADE_OF
 from jamp._equations import contracted, nested
@@ -307,7 +307,7 @@ def _numbers(values: Iterable[Value]) -> set[int]:
 
 
 def size_of_value(value: Value) -> int:
-    return known_size(getattr(value.aval, "shape", ()))
+    return known_size(shape_of(value))
 
 
 def _reads(step: Action, values: set[int]) -> bool:

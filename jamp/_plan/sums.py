@@ -69,8 +69,8 @@ def carried_sums(eqn: JaxprEqn, operands: Values) -> Sequence[CarriedSum | None]
 
 def _own_sizes(value: Value) -> list[Any]:
     """The sizes of the dimensions along which a value is not repeated."""
-    shape, repeated = getattr(value.aval, "shape", ()), value.traits.repeated
-    return [n for at, n in enumerate(shape) if at not in repeated]
+    repeated = value.traits.repeated
+    return [n for at, n in enumerate(shape_of(value)) if at not in repeated]
 
 
 def _scales(sizes: Sequence[Any], eqn: JaxprEqn) -> bool:

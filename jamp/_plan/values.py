@@ -24,7 +24,7 @@ from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes, _primitives
 from jamp._compat import is_plain_array
-from jamp._dtypes import DType, dtype_of, in_range
+from jamp._dtypes import DType, dtype_of, in_range, shape_of
 
 _ids = count()
 # The numbers that a constant may have, of many the extremes alone.
@@ -215,7 +215,7 @@ class Value:
     def __repr__(self) -> str:
         number = self.constant if self.follows else None
         constant = "" if number is None else f"={number:g}"
-        shape = ",".join(map(str, getattr(self.aval, "shape", ())))
+        shape = ",".join(map(str, shape_of(self)))
         return f"%{self.number}{constant}:{self.dtype}[{shape}]"
 
     @classmethod

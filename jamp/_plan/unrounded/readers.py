@@ -13,7 +13,7 @@ from typing import NamedTuple
 from jax.extend.core import JaxprEqn
 
 from jamp import _primitives
-from jamp._dtypes import FLOAT32, size_of
+from jamp._dtypes import FLOAT32, shape_of, size_of
 from jamp._equations import holds_any
 from jamp._plan.plan import (
     Action,
@@ -74,7 +74,7 @@ def _numbers_at_others(values: Values, places: Container[int]) -> set[int]:
 
 def _small(values: Sequence[Value]) -> set[int]:
     """The places of those that have few numbers beside the largest of them."""
-    counts = [size_of(getattr(value.aval, "shape", ())) for value in values]
+    counts = [size_of(shape_of(value)) for value in values]
     # A dimension whose size is not known yet may be of any.
     sizes = [math.inf if n is None else n for n in counts]
     most = max(sizes, default=0)
