@@ -1,6 +1,9 @@
-"""Conversions of arrays to the dtypes that a plan gives them."""
+"""Conversions of arrays to the dtypes that a plan gives them.
 
-from collections.abc import Sequence
+And arrays whose gradients go to others, as those of a cast that is made elsewhere do.
+"""
+
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
@@ -50,6 +53,39 @@ def _widening(saves: bool) -> Any:
         return cast(low), tangents[1]
 
     return widened
+
+
+def narrowed(wide: Any, narrow: Any) -> Any:
+    """A cast made elsewhere, of which every use has a gradient of its own in float32.
+
+    Outside a loop a cast is one value, and JAX would sum its gradients over all
+    iterations in its own dtype. Seen from here each use is a cast of `wide`.
+    """
+    return _narrowed(wide, narrow)
+
+
+def perturbed(array: Any, by: Any) -> Any:
+    """An array as it is, which is perturbed as another is, too."""
+    return _perturbed(array, by)
+
+
+def _one_of(place: int, tangent: Callable[[Any, Any], Any]) -> Any:
+    """A function that gives one of its operands, with a tangent of those of both."""
+
+    @jax.custom_jvp
+    def one_of(one: Any, other: Any) -> Any:
+        return (one, other)[place]
+
+    @one_of.defjvp
+    def one_of_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+        # Through itself again, so that it has second derivatives.
+        return one_of(*primals), tangent(*tangents)
+
+    return one_of
+
+
+_narrowed = _one_of(1, lambda of_wide, own: convert(of_wide, own.dtype))
+_perturbed = _one_of(0, lambda own, by: own + convert(by, own.dtype))
 
 
 def widened_bits(low: Any) -> Any:

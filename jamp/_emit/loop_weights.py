@@ -10,10 +10,8 @@ from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import jax
-
 from jamp._dtypes import shape_of
-from jamp._emit.conversions import convert
+from jamp._emit.conversions import perturbed
 from jamp._emit.emitter import Arrays, Emitter, emits
 from jamp._plan.plan import (
     Action,
@@ -266,17 +264,4 @@ def _same_shape(one: Any, other: Any) -> bool:
 
 @emits(Perturbed)
 def _emit_perturbed(emitter: Emitter, action: Perturbed, arrays: Arrays) -> Arrays:
-    return [_perturbed(*arrays)]
-
-
-@jax.custom_jvp
-def _perturbed(array: Any, by: Any) -> Any:
-    del by
-    return array
-
-
-@_perturbed.defjvp
-def _perturbed_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
-    # Through itself again, so that it has second derivatives.
-    primal = _perturbed(*primals)
-    return primal, tangents[0] + convert(tangents[1], primal.dtype)
+    return [perturbed(*arrays)]

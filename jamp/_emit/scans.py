@@ -14,7 +14,7 @@ from jamp import _dtypes
 from jamp._compat import is_plain_array, scan_counts
 from jamp._emit.backward_loops import LoopBack, loop_back
 from jamp._emit.before_loops import Split, differentiated_as, split
-from jamp._emit.conversions import convert, convert_all
+from jamp._emit.conversions import convert, convert_all, narrowed
 from jamp._emit.emitter import Arrays, Emitter, Places, emits_programs, emitter_of
 from jamp._emit.loop_stacks import stackable, stacks_in_float32
 from jamp._emit.loop_weights import Behind, Moved
@@ -181,7 +181,7 @@ class _Loop(NamedTuple):
             made = convert_all(made, dtypes)
             sources = [*wide, *(wide[slot] for slot in self.slots)]
             shared = [
-                array if _dtype_of(array) == _dtype_of(own) else _narrowed(array, own)
+                array if _dtype_of(array) == _dtype_of(own) else narrowed(array, own)
                 for array, own in zip(sources, narrow, strict=True)
             ]
             taken = [*shared[:count], *carried, *slices, *made, *fixed, *shared[count:]]
@@ -306,25 +306,6 @@ def _with(arrays: Arrays, places: Iterable[int], given: Sequence[Any]) -> list[A
     """Arrays with others at some places."""
     found = dict(enumerate(arrays)) | dict(zip(places, given, strict=True))
     return [*found.values()]
-
-
-@jax.custom_jvp
-def _narrowed(wide: Any, narrow: Any) -> Any:
-    """A cast made elsewhere, of which every use has a gradient of its own in float32.
-
-    Outside a loop a cast is one value, and JAX would sum its gradients over all
-    iterations in its own dtype. Seen from here each use is a cast of `wide`.
-    """
-    del wide
-    return narrow
-
-
-@_narrowed.defjvp
-def _narrowed_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
-    wide, narrow = primals
-    # Through itself again, so that it has second derivatives.
-    primal = _narrowed(wide, narrow)
-    return primal, lax.convert_element_type(tangents[0], narrow.dtype)
 
 
 def _dtype_of(array: Any) -> Any:
