@@ -68,10 +68,7 @@ class Iteration:
         self._varying.update(value.number for value in action.results)
         if isinstance(action, Cast) and action.dtype == FLOAT32:
             self._wide[action.operands[0].number] = arrays[0]
-        return [
-            convert(array, value.dtype) if value.low else array
-            for value, array in zip(action.results, arrays, strict=True)
-        ]
+        return convert_all(arrays, [v.dtype if v.low else None for v in action.results])
 
     def _in_float32(self, value: Value, array: Any) -> Any:
         if value.dtype != BFLOAT16 or jax.typeof(array).dtype == FLOAT32:
