@@ -23,8 +23,8 @@ from jamp._emit.before_loops import (
     ADDED,
     MOST,
     MOST_ROWS,
-    gains,
     is_own_product,
+    is_worth_all_steps,
     multiplying,
     size_of_value,
 )
@@ -351,7 +351,7 @@ class _Loop:
         # Of what is multiplied only the cast is at hand behind the loop.
         if product is None or {*product.action.weights} - {product.place}:
             return None
-        if not gains(product, ADDED):
+        if not is_worth_all_steps(product, ADDED):
             return None
         numbers = [value.number for value in stacks]
         number = self._equal_to(product.multiplied).number

@@ -82,8 +82,8 @@ class Split(NamedTuple):
         plan, first = self.within, len(self.consts)
         entering = plan.inputs[first : len(plan.inputs) - len(self.before.results)]
         # A stack of float32 that nothing else needs takes longer than it saves.
-        gains = bool(given) or not MOVES_BFLOAT16_AS_FLOAT32
-        most = MOST * sum(map(size_of_value, entering)) if gains else 0
+        worth = bool(given) or not MOVES_BFLOAT16_AS_FLOAT32
+        most = MOST * sum(map(size_of_value, entering)) if worth else 0
         return made_behind(plan, self.consts, self.slices, given, self.recurrent, most)
 
     def stacked(
@@ -240,8 +240,8 @@ class _Steps:
             return self._products if _adds_bias(step) else self._fixed
         if _reads(step, self._sliced):
             product = multiplying(step, self._sliced)
-            if product and gains(product, self._added):
-                self.gain_always &= gains(product, _ADDED_ALWAYS)
+            if product and is_worth_all_steps(product, self._added):
+                self.gain_always &= is_worth_all_steps(product, _ADDED_ALWAYS)
                 return self._products
             moves = isinstance(step, Cast) or step.name in _primitives.MOVEMENT
             return self._sliced if moves else self._fixed
@@ -250,7 +250,9 @@ class _Steps:
     def _add_recurrent(self, step: Action) -> None:
         product = multiplying(step, self._carried)
         others = self._sliced | self._products | self._fixed
-        if product and not _reads(step, others) and gains(product, self._added):
+        if product is None or _reads(step, others):
+            return
+        if is_worth_all_steps(product, self._added):
             self._recurrent.append(product)
 
     def _meets_carry(self, product: Value) -> bool:
@@ -295,7 +297,7 @@ def is_own_product(step: Action | None) -> TypeGuard[Bind]:
     return all(isinstance(size, int) for shape in shapes for size in shape)
 
 
-def gains(product: ByMatrix, least: int) -> bool:
+def is_worth_all_steps(product: ByMatrix, least: int) -> bool:
     """Whether a product of few rows takes less time with those of all steps."""
     added: int = math.prod(contracted(product.action.eqn))
     rows: int = math.prod(product.multiplied.aval.shape) // max(added, 1)
