@@ -23,7 +23,7 @@ from jamp._emit.before_loops import (
     ADDED,
     MOST,
     MOST_ROWS,
-    is_own_product,
+    is_own_matmul,
     is_worth_all_steps,
     multiplying,
     size_of_value,
@@ -146,14 +146,14 @@ def loop_back(action: Structural) -> LoopBack | None:
 
 
 def _multiplies(step: Action) -> TypeGuard[Bind]:
-    """Whether a step is a product of jamp's own, or one that adds nothing up by itself.
+    """Whether a step is a matrix product, jamp's own or one that adds nothing up.
 
     That is one of a single row. Autocast has it in float32, and so its sum.
     """
     if not isinstance(step, Bind) or step.name != "dot_general":
         return False
     ruled = step.caster.record.ruling.rule is not Rule.AS_TRACED
-    return is_own_product(step) or (ruled and adds_nothing(step.eqn))
+    return is_own_matmul(step) or (ruled and adds_nothing(step.eqn))
 
 
 class _Loop:

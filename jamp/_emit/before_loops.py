@@ -278,7 +278,7 @@ class _Steps:
 
 def multiplying(step: Action, moving: Collection[int]) -> ByMatrix | None:
     """A product of something that moves and of a matrix."""
-    if not is_own_product(step):
+    if not is_own_matmul(step):
         return None
     factors = step.operands[:2]
     places = [at for at, value in enumerate(factors) if value.number not in moving]
@@ -287,8 +287,8 @@ def multiplying(step: Action, moving: Collection[int]) -> ByMatrix | None:
     return ByMatrix(step, places[0])
 
 
-def is_own_product(step: Action | None) -> TypeGuard[Bind]:
-    """Whether a step is a product of jamp's own, of which all sizes are known."""
+def is_own_matmul(step: Action | None) -> TypeGuard[Bind]:
+    """Whether a step is a matrix product of jamp's own, with all sizes known."""
     if not isinstance(step, Bind) or step.name != "dot_general":
         return False
     if not step.operand_dtypes or not has_own_product(step.name, step.operand_dtypes):
