@@ -19,7 +19,7 @@ from jax.sharding import get_abstract_mesh
 
 from jamp._compat import scan_counts
 from jamp._dtypes import FLOAT32
-from jamp._emit.before_loops import (
+from jamp._emit.step_products import (
     ADDED,
     MOST,
     MOST_ROWS,

@@ -8,21 +8,26 @@ that multiply its state is one such product, too.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import jax
 from jax.custom_derivatives import SymbolicZero
 
 from jamp import _primitives
 from jamp._compat import scan_counts
-from jamp._dtypes import known_size, shape_of
-from jamp._emit.loop_weights import Behind, ByMatrix, made_behind
+from jamp._emit.loop_weights import Behind, made_behind
 from jamp._emit.recurring import MADE_OF
-from jamp._equations import contracted, nested
-from jamp._lowerings.hook import has_own_product
+from jamp._emit.step_products import (
+    ADDED,
+    MOST,
+    ByMatrix,
+    is_worth_all_steps,
+    multiplying,
+    size_of_value,
+)
+from jamp._equations import nested
 from jamp._lowerings.processor import this_processor
 from jamp._lowerings.releases import MOVES_BFLOAT16_AS_FLOAT32
 from jamp._plan.plan import (
@@ -37,17 +42,10 @@ from jamp._plan.plan import (
 from jamp._plan.values import Value, Values
 from jamp._tracing.named_axes import in_axes_of_now
 
-# One product for all steps takes less time than one of few rows for each, if a number
-# is the sum of at least so many for each row: in training, if what it is added to is a
-# product of the carry, whose weights' gradients are made behind the loop, and if not;
-# and without a gradient. Where stacks are float32 it gains less.
-MOST_ROWS = 64
-ADDED = 8 if MOVES_BFLOAT16_AS_FLOAT32 else 4
+# As `ADDED`: in training, if what it is added to is no product of the carry, whose
+# weights' gradients are made behind the loop; and without a gradient.
 _ADDED_ALONE = 64 if MOVES_BFLOAT16_AS_FLOAT32 else 4
 _ADDED_ALWAYS = 64 if MOVES_BFLOAT16_AS_FLOAT32 else 32
-# The most numbers that are made before a loop, for each number of its slices; and that
-# it takes to be perturbed alone, for each of these and of what it carries.
-MOST = 4
 _ELEMENTWISE = _primitives.OF_ONE_DTYPE | _primitives.ARRANGING
 _BENDING = _primitives.TRANSCENDENTAL | {"custom_jvp_call", "max", "min"}
 
@@ -276,40 +274,8 @@ class _Steps:
         return False
 
 
-def multiplying(step: Action, moving: Collection[int]) -> ByMatrix | None:
-    """A product of something that moves and of a matrix."""
-    if not is_own_matmul(step):
-        return None
-    factors = step.operands[:2]
-    places = [at for at, value in enumerate(factors) if value.number not in moving]
-    if len(places) != 1:
-        return None
-    return ByMatrix(step, places[0])
-
-
-def is_own_matmul(step: Action | None) -> TypeGuard[Bind]:
-    """Whether a step is a matrix product of jamp's own, with all sizes known."""
-    if not isinstance(step, Bind) or step.name != "dot_general":
-        return False
-    if not step.operand_dtypes or not has_own_product(step.name, step.operand_dtypes):
-        return False
-    shapes = [value.aval.shape for value in (*step.operands[:2], *step.results)]
-    return all(isinstance(size, int) for shape in shapes for size in shape)
-
-
-def is_worth_all_steps(product: ByMatrix, least: int) -> bool:
-    """Whether a product of few rows takes less time with those of all steps."""
-    added: int = math.prod(contracted(product.action.eqn))
-    rows: int = math.prod(product.multiplied.aval.shape) // max(added, 1)
-    return rows <= MOST_ROWS and added >= least * rows
-
-
 def _numbers(values: Iterable[Value]) -> set[int]:
     return {value.number for value in values}
-
-
-def size_of_value(value: Value) -> int:
-    return known_size(shape_of(value))
 
 
 def _reads(step: Action, values: set[int]) -> bool:

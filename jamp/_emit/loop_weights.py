@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from jamp._dtypes import shape_of
 from jamp._emit.conversions import perturbed
 from jamp._emit.emitter import Arrays, Emitter, emits
+from jamp._emit.step_products import ByMatrix
 from jamp._plan.plan import (
     Action,
     Bind,
@@ -23,45 +24,6 @@ from jamp._plan.plan import (
     readers_of,
 )
 from jamp._plan.values import Value, Values
-
-
-class ByMatrix(NamedTuple):
-    """A product of what moves from step to step of a loop and of a matrix."""
-
-    action: Bind
-    place: int  # of the matrix, among the factors
-
-    @property
-    def multiplied(self) -> Value:
-        """What the matrix is multiplied with."""
-        return self.action.operands[1 - self.place]
-
-    @property
-    def matrices(self) -> Values:
-        """The matrix, and the weight that it is a cast of, if it is one."""
-        factors, weights = self.action.operands[:2], self.action.operands[2:]
-        wide = dict(zip(self.action.weights, weights, strict=True))
-        found = factors[self.place], wide.get(self.place)
-        return [value for value in found if value is not None]
-
-    def with_matrices(self, matrices: Values) -> Bind:
-        """The product with other matrices."""
-        known = {v.number: own for v, own in zip(self.matrices, matrices, strict=True)}
-        operands = [known.get(v.number, v) for v in self.action.operands]
-        return replace(self.action, operands=operands)
-
-    def of_change(self, plan: Plan) -> Plan:
-        """A plan, like another, of how the product changes with the weight."""
-        change = self.matrices[-1]
-        factors = [self.multiplied, self.multiplied]
-        factors[self.place] = change
-        return replace(
-            plan,
-            inputs=[self.multiplied, change],
-            extras={},
-            actions=[replace(self.action, operands=factors, weights=())],
-            results=self.action.results,
-        )
 
 
 @dataclass(frozen=True, eq=False)
