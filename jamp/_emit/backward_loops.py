@@ -21,7 +21,7 @@ from jamp._compat import scan_counts
 from jamp._dtypes import FLOAT32
 from jamp._emit.step_products import (
     ADDED,
-    MOST,
+    MOST_PER_NUMBER,
     MOST_ROWS,
     is_own_matmul,
     is_worth_all_steps,
@@ -290,7 +290,7 @@ class _Loop:
         """Whether stacks of these, too, take little beside what comes in as stacks."""
         stacked = {v.number: v for v in (*self._stacked.values(), *factors)}
         added = filter(self._is_stacked, stacked.values())
-        most = MOST * sum(map(size_of_value, self._slices))
+        most = MOST_PER_NUMBER * sum(map(size_of_value, self._slices))
         return sum(map(size_of_value, added)) <= most
 
     def _spares_enough(self, added: Iterable[Value]) -> bool:

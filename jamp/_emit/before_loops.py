@@ -21,7 +21,7 @@ from jamp._emit.loop_weights import Behind, made_behind
 from jamp._emit.recurring import MADE_OF
 from jamp._emit.step_products import (
     ADDED,
-    MOST,
+    MOST_PER_NUMBER,
     ByMatrix,
     is_worth_all_steps,
     multiplying,
@@ -81,7 +81,7 @@ class Split(NamedTuple):
         entering = plan.inputs[first : len(plan.inputs) - len(self.before.results)]
         # A stack of float32 that nothing else needs takes longer than it saves.
         worth = bool(given) or not MOVES_BFLOAT16_AS_FLOAT32
-        most = MOST * sum(map(size_of_value, entering)) if worth else 0
+        most = MOST_PER_NUMBER * sum(map(size_of_value, entering)) if worth else 0
         return made_behind(plan, self.consts, self.slices, given, self.recurrent, most)
 
     def stacked(
@@ -196,7 +196,7 @@ class _Steps:
     def products(self) -> list[Value]:
         """Products that meet what is carried, as the steps read them."""
         found: dict[int, Value] = {}
-        most = MOST * sum(size_of_value(value) for value in self._slices)
+        most = MOST_PER_NUMBER * sum(size_of_value(value) for value in self._slices)
         for value in self._read:
             if value.number not in self._products or not self._meets_carry(value):
                 continue

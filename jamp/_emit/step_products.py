@@ -22,7 +22,7 @@ ADDED = 8 if MOVES_BFLOAT16_AS_FLOAT32 else 4
 # The most numbers that are made before a loop, or stacked to be multiplied behind it,
 # for each number of its slices; and that it takes to be perturbed alone, for each of
 # these and of what it carries.
-MOST = 4
+MOST_PER_NUMBER = 4
 
 
 class ByMatrix(NamedTuple):

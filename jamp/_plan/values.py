@@ -29,7 +29,7 @@ from jamp._dtypes import DType, dtype_of, in_range, shape_of
 _ids = count()
 # The numbers that a constant may have, of many the extremes alone.
 Numbers = frozenset[float]
-_MOST = 64
+_MOST_NUMBERS = 64
 BOOLEAN: Numbers = frozenset({0.0, 1.0})
 
 
@@ -46,7 +46,7 @@ def _numbers(values: Any) -> Numbers | None:
     # One object, which sets find by its identity: NaN equals nothing.
     nan = [math.nan] if np.isnan(found).any() else []
     found = found[~np.isnan(found)]
-    if len(found) > _MOST:
+    if len(found) > _MOST_NUMBERS:
         by_size = found[np.argsort(np.abs(found))]
         nonzero = by_size[by_size != 0]
         found = np.array([found[0], found[-1], by_size[0], nonzero[0]])
