@@ -47,17 +47,17 @@ class _Variants:
         return Readers(plan, results, self.readers)
 
     def _variant(
-        self, plan: Plan, results: Reading, *inputs: frozenset[int]
+        self, plan: Plan, read: Reading, wide: frozenset[int], rounded: frozenset[int]
     ) -> Variant:
         if not plan.changed:
             return Variant(plan, frozenset(), frozenset())
-        return _Writer(plan, results, self).variant(*inputs)
+        return _Writer(plan, read, self).variant(wide, rounded)
 
     def plan(self, plan: Plan) -> Plan:
         """A plan of which nothing is known outside."""
         results = Reading(frozenset(range(len(plan.results))), frozenset())
-        inputs = frozenset(range(len(plan.inputs)))
-        return self.variant(plan, results, frozenset(), inputs).plan
+        everything = frozenset(range(len(plan.inputs)))
+        return self.variant(plan, results, frozenset(), everything).plan
 
 
 class _Writer:
