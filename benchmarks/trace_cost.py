@@ -1,12 +1,14 @@
 """What autocast adds to tracing and lowering a training step, and inference.
 
 For each network and depth, `value_and_grad` of the loss, or the loss alone, is traced
-and lowered in turn as written and under autocast, from empty caches. Reported are the
-medians, in seconds of processor time, and the median of the ratios of the pairs. The
-networks are a transformer, and one of dense layers and relu, which is little to trace
-as written.
+and lowered in turn as written and under autocast, from empty caches; with `--warm`,
+with what JAX has kept of the traces before, as for the second program of a process.
+Reported are the medians, in seconds of processor time, and the median of the ratios of
+the pairs. The networks are a transformer, and one of dense layers and relu, which is
+little to trace as written.
 """
 
+import argparse
 import gc
 import time
 from collections.abc import Callable
@@ -78,24 +80,28 @@ def make_loss(
     return loss, params, tokens
 
 
-def seconds(function: Callable[..., Any], params: Any, tokens: jax.Array) -> float:
-    """Processor time of tracing and lowering a function from empty caches."""
-    jax.clear_caches()
+def seconds(
+    function: Callable[..., Any], params: Any, tokens: jax.Array, warm: bool
+) -> float:
+    """Processor time of tracing and lowering a function, as if it were a new one."""
+    if not warm:
+        jax.clear_caches()
     gc.collect()
-    jitted = jax.jit(function)
+    jitted = jax.jit(lambda *arguments: function(*arguments))
     start = time.process_time()
     jitted.trace(params, tokens).lower()
     return time.process_time() - start
 
 
-def measure(network: str, depth: int, mode: str) -> dict[str, Any]:
+def measure(network: str, depth: int, mode: str, warm: bool) -> dict[str, Any]:
     """Medians over interleaved pairs, after one pair that is not counted."""
     loss, params, tokens = make_loss(network, depth)
     transform = MODES[mode]
     pairs = []
     for _ in track(range(PAIRS + 1), f"{network}, depth {depth}, {mode}"):
         plain, cast = (
-            seconds(transform(fn), params, tokens) for fn in (loss, jamp.autocast(loss))
+            seconds(transform(fn), params, tokens, warm)
+            for fn in (loss, jamp.autocast(loss))
         )
         pairs.append((plain, cast))
     del pairs[0]
@@ -104,7 +110,10 @@ def measure(network: str, depth: int, mode: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    figures = [measure(*row) for row in product(NETWORKS, DEPTHS, MODES)]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--warm", action="store_true", help="keep JAX's caches")
+    warm = parser.parse_args().warm
+    figures = [measure(*row, warm) for row in product(NETWORKS, DEPTHS, MODES)]
     columns = "network depth mode float32 autocast ratio".split()
     table = Table(*columns, "autocast per layer")
     for row in figures:
@@ -118,7 +127,8 @@ def main() -> None:
             f"{row['autocast_seconds'] / row['depth'] * 1e3:.0f} ms",
         )
     Console().print(table)
-    print(f"written: {write_results('trace_cost', {'depths': figures})}")
+    name = "trace_cost-warm" if warm else "trace_cost"
+    print(f"written: {write_results(name, {'depths': figures})}")
 
 
 if __name__ == "__main__":
