@@ -156,16 +156,14 @@ def emit_custom_vmap(
         ]
         out_axes: list[int | None] = []
 
-        def see_axes(*taken: Any) -> Any:
+        def called(*taken: Any) -> Any:
             results = bind(eqn, taken)
             out_axes[:] = [None if only_staged([array]) else 0 for array in results]
             return results
 
         # Of a result that is not batched `vmap` makes copies, unless it is told so.
-        jax.eval_shape(jax.vmap(see_axes, axes, axis_size=size), *avals)
-        batched_eqn = jax.vmap(
-            lambda *taken: bind(eqn, taken), axes, [*out_axes], axis_size=size
-        )
+        jax.eval_shape(jax.vmap(called, axes, axis_size=size), *avals)
+        batched_eqn = jax.vmap(called, axes, [*out_axes], axis_size=size)
         program = make_jaxpr(batched_eqn, context.region)(*avals)
         inputs = inputs_like(program, arrays)
         by_rule = _Rule(eqn, program, inputs, context, inner.result_dtypes)

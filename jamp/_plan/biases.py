@@ -75,7 +75,7 @@ def keep_float32(product: Value, plan: Plan) -> Value | None:
 
 
 def _splits_rounding(action: Bind, product: Value, plan: Plan) -> bool:
-    """Has a product, if it is not large, give float32, which is rounded behind it."""
+    """Has a product give float32, which is rounded behind it; False if it is large."""
     size = size_of(product.aval.shape)
     if size is None or size > _MOST:
         return False
@@ -162,9 +162,8 @@ def dims_after(eqn: JaxprEqn, dims: Dims, new: bool) -> Dims:
     """Where some dimensions of what an equation moves, and new ones, are after it."""
     name = eqn.primitive.name
     if name == "optimization_barrier":
-        return (
-            dims  # each result is one of its operands, which have shapes of their own
-        )
+        # Each result is one of its operands, which have shapes of their own.
+        return dims
     before, after = map(_dtypes.shape_of, (eqn.invars[0], eqn.outvars[0]))
     if name in ("reshape", "squeeze"):
         return _reshaped(before, after, dims, new)
