@@ -10,7 +10,7 @@ import jax
 import optax
 
 import jamp
-from jamp._equations import equations
+from jamp._equations.walks import equations
 from jamp._explain.residuals import Residual, bytes_by_dtype, find_residuals
 
 TRANSFORMS = tuple(str(Path(module.__file__).parent) for module in (jax, jamp))

@@ -23,7 +23,8 @@ from jax.extend.core import jaxpr_as_fun
 from jamp import _dtypes
 from jamp._compat import api_boundary, is_plain_array, under_trace
 from jamp._emit import emit
-from jamp._equations import equations, looks_for_nans
+from jamp._equations.binding import looks_for_nans
+from jamp._equations.walks import equations
 from jamp._errors import AutocastError, AutocastTypeError
 from jamp._lowerings.processor import warn_if_slow
 from jamp._plan.planner import make_plan, warn_unmatched

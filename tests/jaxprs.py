@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from jamp import _equations
+from jamp._equations import walks
 from jamp._lowerings.releases import MOVES_BFLOAT16_AS_FLOAT32
 
 # Those of a function at each of its calls.
-equations = functools.partial(_equations.equations, once=False)
+equations = functools.partial(walks.equations, once=False)
 
 LOW = (np.dtype(np.float16), np.dtype(jnp.bfloat16))
 

@@ -26,7 +26,7 @@ from jamp._diagnose.outcomes import (
 from jamp._diagnose.program import Program, Settings, Subject
 from jamp._diagnose.walk import EXACTLY, Steps, Walk
 from jamp._dtypes import below_float32
-from jamp._equations import atoms, equations
+from jamp._equations.walks import atoms, equations
 from jamp._primitives import CALLS, MOVEMENT, SUMS
 from jamp._tracing.regions import OUTSIDE, Scope
 

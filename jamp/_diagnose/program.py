@@ -13,7 +13,7 @@ from jax.ref import AbstractRef
 from jamp._autocast import Unwrapped
 from jamp._emit import emit
 from jamp._emit.conversions import convert_all
-from jamp._equations import atoms, equations, replaced
+from jamp._equations.walks import atoms, equations, replaced
 from jamp._errors import AutocastError, AutocastTypeError
 from jamp._plan.planner import make_plan
 from jamp._tracing import calls, locations, regions, trace

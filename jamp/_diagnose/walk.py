@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, jaxpr_as_fun
 
-from jamp import _dtypes, _equations, _primitives
+from jamp import _dtypes, _primitives
 from jamp._compat import scan_counts
 from jamp._diagnose.measure import (
     Measured,
@@ -29,6 +29,7 @@ from jamp._diagnose.measure import (
     tracked,
 )
 from jamp._diagnose.widened import run_wide
+from jamp._equations import binding, walks
 from jamp._tracing.regions import Scope, modules
 
 # XLA may otherwise leave out the roundings that are to be measured.
@@ -48,7 +49,7 @@ class Walk:
     iteration: int | None = None  # that of the loop around the program, if there is one
 
     def run(self, program: Any, values: Values) -> list[Tracked]:
-        program = _equations.closed(program)
+        program = walks.closed(program)
         jaxpr = program.jaxpr
         env: dict[Any, Tracked] = dict(zip(jaxpr.invars, values, strict=True))
         consts = map(entering, program.consts)
@@ -60,7 +61,7 @@ class Walk:
             return entering(np.asarray(atom.val, _dtypes.dtype_of(atom)))
 
         def touched(eqn: JaxprEqn) -> list[Any]:
-            return [*_equations.read_by(eqn), *eqn.outvars]
+            return [*walks.read_by(eqn), *eqn.outvars]
 
         last = {var: eqn for eqn in jaxpr.eqns for var in touched(eqn)}
         kept = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
@@ -152,7 +153,7 @@ class Walk:
             ys.append(tracked(pair, any(value.scaled for value in column)))
         if not rows:
             # What is stacked then has no elements.
-            arrays = _equations.bind(eqn, [x.pair.computed for x in operands])
+            arrays = binding.bind(eqn, [x.pair.computed for x in operands])
             ys = list(map(entering, arrays[count:]))
         return inside._left([*carry, *ys], operands)
 
@@ -214,7 +215,7 @@ def _carried(results: Values, first: Values) -> list[Tracked]:
 
 def run_pair(eqn: JaxprEqn, operands: Sequence[Pair]) -> list[Pair]:
     """Runs an equation without inner programs, or one that cannot be looked into."""
-    computed = _equations.bind(eqn, [operand.computed for operand in operands])
+    computed = binding.bind(eqn, [operand.computed for operand in operands])
     shadowed = [has_shadow(var.aval) for var in eqn.outvars]
     if eqn.effects or not any(shadowed):
         # An equation with effects may run only once.

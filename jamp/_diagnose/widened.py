@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
-from jamp import _dtypes, _equations, _primitives
+from jamp import _dtypes, _primitives
+from jamp._equations import binding, walks
 
 # They run in other dtypes if their programs do.
 _HOLDERS = _primitives.SCATTERS | {
@@ -31,14 +32,14 @@ def run_wide(eqn: JaxprEqn, arrays: Sequence[Any]) -> list[Any]:
         # It only rounds, as a cast to 16 bits would.
         return list(arrays)
     if not _is_narrow(eqn):
-        return _equations.bind(eqn, arrays)
+        return binding.bind(eqn, arrays)
     if _is_widened(eqn):
-        return _equations.bind(eqn, arrays, **_wide_params(eqn, {}))
+        return binding.bind(eqn, arrays, **_wide_params(eqn, {}))
     narrowed = [
         array.astype(_dtypes.dtype_of(var)) if _in_16_bits(var) else array
         for var, array in zip(eqn.invars, arrays, strict=True)
     ]
-    return list(map(_dtypes.widened, _equations.bind(eqn, narrowed)))
+    return list(map(_dtypes.widened, binding.bind(eqn, narrowed)))
 
 
 def is_unseen(eqn: JaxprEqn) -> bool:
@@ -46,7 +47,7 @@ def is_unseen(eqn: JaxprEqn) -> bool:
 
     So does what has effects, which is not run a second time.
     """
-    held = any(_has_16_bits(inner) for inner in [*_equations.nested([eqn])][1:])
+    held = any(_has_16_bits(inner) for inner in [*walks.nested([eqn])][1:])
     return held and (bool(eqn.effects) or not _is_widened(eqn))
 
 
@@ -55,24 +56,24 @@ def _in_16_bits(atom: Any) -> bool:
 
 
 def _has_16_bits(eqn: JaxprEqn) -> bool:
-    return any(map(_in_16_bits, _equations.atoms([eqn])))
+    return any(map(_in_16_bits, walks.atoms([eqn])))
 
 
 def _is_narrow(eqn: JaxprEqn) -> bool:
     """Whether an equation has 16 bits, or holds a program that has."""
-    return any(map(_has_16_bits, _equations.nested([eqn])))
+    return any(map(_has_16_bits, walks.nested([eqn])))
 
 
 def _is_widened(eqn: JaxprEqn) -> bool:
     """Whether an equation runs in float32, and so does all that it holds."""
-    return all(map(_is_not_bound, _equations.nested([eqn])))
+    return all(map(_is_not_bound, walks.nested([eqn])))
 
 
 def _is_not_bound(eqn: JaxprEqn) -> bool:
     name = eqn.primitive.name
     known = name in _primitives.CALLS or name in _HOLDERS
     bound = name in _primitives.DTYPE_BOUND
-    if bound or (_equations.holds_program(eqn) and not known):
+    if bound or (walks.holds_program(eqn) and not known):
         return not _is_narrow(eqn)
     return True
 
@@ -97,7 +98,7 @@ def _wide_params(eqn: JaxprEqn, known: _Known) -> dict[str, Any]:
 def _wide(name: str, value: Any, known: _Known) -> Any:
     if name.endswith(("dtype", "element_type")) and isinstance(value, np.dtype):
         return _dtypes.FLOAT32 if _dtypes.below_float32(value) else value
-    if not _equations.programs_of(value):
+    if not walks.programs_of(value):
         return value
     return jax.tree.map(lambda program: _wide_program(program, known), value)
 

@@ -28,7 +28,8 @@ from jamp._emit.step_products import (
     multiplying,
     size_of_value,
 )
-from jamp._equations import contracted, is_key
+from jamp._equations.content import is_key
+from jamp._equations.walks import contracted
 from jamp._lowerings.processor import this_processor
 from jamp._plan.biases import moved_wide, moves
 from jamp._plan.plan import (

@@ -27,7 +27,7 @@ from jamp._emit.step_products import (
     multiplying,
     size_of_value,
 )
-from jamp._equations import nested
+from jamp._equations.walks import nested
 from jamp._lowerings.processor import this_processor
 from jamp._lowerings.releases import MOVES_BFLOAT16_AS_FLOAT32
 from jamp._plan.plan import (

@@ -23,7 +23,9 @@ from jamp._compat import becomes_a_program, only_staged
 from jamp._emit.conversions import convert
 from jamp._emit.emitter import Arrays, Emitter, Places, emits_programs, emitter_of
 from jamp._emit.recurring import MADE_OF
-from jamp._equations import bind, closed, constants, content_of
+from jamp._equations.binding import bind
+from jamp._equations.content import content_of
+from jamp._equations.walks import closed, constants
 from jamp._errors import AutocastError
 from jamp._plan.plan import Context, Structural
 from jamp._plan.planner import inputs_like, plan_program

@@ -38,7 +38,8 @@ from jamp._emit.conversions import (
 )
 from jamp._emit.loop_stacks import Iteration
 from jamp._emit.recurring import recurs, run_as_before
-from jamp._equations import bind_primitive, is_key, number_of
+from jamp._equations.binding import bind_primitive
+from jamp._equations.content import constant_key, is_key
 from jamp._lowerings.hook import bound_as
 from jamp._lowerings.picks import picking
 from jamp._plan.plan import (
@@ -317,7 +318,7 @@ def _emit_bind(emitter: Emitter, action: Bind, arrays: Arrays) -> Arrays:
         return bind_primitive(primitive, params, operands)
 
     def key() -> Hashable:
-        scalars = tuple([None if a is None else number_of(a) for a in fixed])
+        scalars = tuple([None if a is None else constant_key(a) for a in fixed])
         return primitive, tuple(params.items()), eqn.ctx, scalars
 
     rest = [a for a, scalar in zip(arrays, fixed, strict=True) if scalar is None]

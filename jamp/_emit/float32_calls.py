@@ -25,7 +25,9 @@ from jamp._compat import settings
 from jamp._dtypes import FLOAT32, dtype_of, shape_of, size_of
 from jamp._emit.conversions import widened_bits, widened_for, with_rounded_gradient
 from jamp._emit.emitter import Arrays, Emitter, emits
-from jamp._equations import bind, checkpointed, content, nested, read_by, values_of
+from jamp._equations.binding import bind, checkpointed, values_of
+from jamp._equations.content import content
+from jamp._equations.walks import nested, read_by
 from jamp._lowerings.hook import with_own_primitive
 from jamp._lowerings.picks import picking
 from jamp._lowerings.recomputed import recomputed

@@ -12,7 +12,7 @@ from jax.extend.core import JaxprEqn
 from jamp import _dtypes
 from jamp._emit.conversions import convert, convert_all
 from jamp._emit.emitter import Arrays, Emitter, Places, emits_programs
-from jamp._equations import bind, checkpointed
+from jamp._equations.binding import bind, checkpointed
 from jamp._plan.plan import Structural
 
 

@@ -15,7 +15,9 @@ from jax.extend.core import JaxprEqn, jaxpr_as_fun, jaxprs_in_params
 from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p
 
 from jamp._compat import becomes_a_program, is_plain_array
-from jamp._equations import content_of, is_key, looks_for_nans, nested
+from jamp._equations.binding import looks_for_nans
+from jamp._equations.content import content_of, is_key
+from jamp._equations.walks import nested
 from jamp._plan.plan import Structural
 from jamp._primitives import CALLS
 from jamp._tracing.cache_key import Programs

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple, TypeGuard
 
 from jamp._dtypes import known_size, shape_of
-from jamp._equations import contracted
+from jamp._equations.walks import contracted
 from jamp._lowerings.hook import has_own_product
 from jamp._lowerings.releases import MOVES_BFLOAT16_AS_FLOAT32
 from jamp._plan.plan import Action, Bind, Plan

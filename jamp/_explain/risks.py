@@ -19,7 +19,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from jamp import _dtypes, _primitives
-from jamp._equations import closed
+from jamp._equations.walks import closed
 from jamp._explain.figures import line_of
 from jamp._plan.plan import Action, Bind, Broadcast, Float32Call, Plan, Structural
 from jamp._plan.values import Value

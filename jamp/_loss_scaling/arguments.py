@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from jamp._equations import is_key
+from jamp._equations.content import is_key
 from jamp._errors import ScalerError, ScalerTypeError, described
 from jamp._loss_scaling.scaler_state import ScalerState
 

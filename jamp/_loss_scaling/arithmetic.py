@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jamp._compat import api_boundary
-from jamp._equations import looks_for_nans
+from jamp._equations.binding import looks_for_nans
 from jamp._errors import ScalerError
 from jamp._loss_scaling.arguments import expect, is_number
 from jamp._tracing import regions

@@ -18,7 +18,7 @@ from jax.extend.core import JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 from jamp._dtypes import FLOAT32, in_dtype
-from jamp._equations import evaluated
+from jamp._equations.binding import evaluated
 from jamp._lowerings.late_casts import lower_with_weights
 from jamp._lowerings.own_primitives import Operation, like, missing, register
 from jamp._lowerings.reversed_weights import lower_reversed

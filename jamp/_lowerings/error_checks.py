@@ -8,7 +8,7 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.extend.core.primitives import remat_p
 
 from jamp._compat import error_checks, nan_error_check
-from jamp._equations import closed
+from jamp._equations.walks import closed
 
 
 def check_like(of_jax: Primitive, primitive: Primitive) -> None:

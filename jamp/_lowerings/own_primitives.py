@@ -10,7 +10,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import func
 from jax.interpreters import ad, batching, mlir, xla
 
-from jamp._equations import replaced
+from jamp._equations.walks import replaced
 from jamp._lowerings.error_checks import check_like
 
 Operation = Callable[..., Any]

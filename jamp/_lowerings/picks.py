@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn
 from jax.interpreters import ad
 
 from jamp._dtypes import shape_of
-from jamp._equations import nested, replaced_in
+from jamp._equations.walks import nested, replaced_in
 from jamp._lowerings.own_primitives import like, register, with_rules_of_jax
 from jamp._primitives import CALLS
 

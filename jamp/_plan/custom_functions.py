@@ -14,7 +14,7 @@ import jax
 from jamp import _dtypes, _primitives
 from jamp._compat import is_plain_array, settings
 from jamp._dtypes import FLOAT32
-from jamp._equations import closed, constants, nested, runs_in_float32
+from jamp._equations.walks import closed, constants, nested, runs_in_float32
 from jamp._errors import BannedOpError
 from jamp._plan.equation import Equation
 from jamp._plan.listed_calls import ruling_of_called

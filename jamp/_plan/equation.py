@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jamp import _dtypes
-from jamp._equations import closed
+from jamp._equations.walks import closed
 from jamp._plan.plan import Bind, Caster, Context, Lineage, Plan, Structural
 from jamp._plan.values import Traits, Value, Values
 

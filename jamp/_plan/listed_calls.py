@@ -9,7 +9,7 @@ from jax.extend.core import JaxprEqn, jaxprs_in_params
 
 from jamp import _dtypes, _primitives
 from jamp._dtypes import FLOAT32, DType
-from jamp._equations import followed, is_cheap, nested, read_by, runs_in_float32
+from jamp._equations.walks import followed, is_cheap, nested, read_by, runs_in_float32
 from jamp._plan.equation import Environment
 from jamp._plan.plan import Caster, Context, Float32Call
 from jamp._plan.products import explicit_precision

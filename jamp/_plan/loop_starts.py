@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from jamp._dtypes import LOW_DTYPES
-from jamp._equations import nested
+from jamp._equations.walks import nested
 from jamp._plan.plan import Action, Bind, Broadcast, Cast, Plan, Structural
 from jamp._plan.values import Values
 from jamp._primitives import COMPARISONS, EXACT

@@ -9,7 +9,7 @@ from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes, _primitives
 from jamp._dtypes import FLOAT32, DType
-from jamp._equations import holds_program
+from jamp._equations.walks import holds_program
 from jamp._lowerings.hook import has_own_primitive, has_own_product
 from jamp._plan.biases import bias_dims, dims_after, keep_float32, product_and_bias
 from jamp._plan.dtypes import Dtypes, choose, result_dtypes

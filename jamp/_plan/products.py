@@ -7,7 +7,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes, _primitives
-from jamp._equations import contracted
+from jamp._equations.walks import contracted
 
 
 def adds_nothing(eqn: JaxprEqn) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from jamp import _dtypes, _primitives
 from jamp._compat import scan_counts
-from jamp._equations import closed
+from jamp._equations.walks import closed
 from jamp._plan.carries import (
     carry_in,
     depth_of,

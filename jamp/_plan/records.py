@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes, _primitives
 from jamp._dtypes import DType
-from jamp._equations import contracted
+from jamp._equations.walks import contracted
 from jamp._plan.products import adds_nothing
 from jamp._policy.functions import Function
 from jamp._policy.policy import Policy

@@ -11,7 +11,7 @@ from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes, _primitives
 from jamp._dtypes import DType, shape_of, size_of
-from jamp._equations import followed
+from jamp._equations.walks import followed
 from jamp._plan.values import Carried, Value, Values
 
 T = TypeVar("T")

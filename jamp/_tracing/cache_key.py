@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jamp._compat import trace_context
-from jamp._equations import is_key
+from jamp._equations.content import is_key
 from jamp._tracing.checks import is_array
 
 # How many programs a function keeps for its eager calls.

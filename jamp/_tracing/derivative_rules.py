@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from jamp._compat import settings
-from jamp._equations import bind
+from jamp._equations.binding import bind
 from jamp._tracing.options import Options
 from jamp._tracing.regions import backward_of
 from jamp._tracing.trace import with_arrays

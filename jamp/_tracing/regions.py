@@ -17,7 +17,7 @@ import jax
 from jax.extend.core import JaxprEqn, jaxprs_in_params
 
 from jamp._compat import name_entries
-from jamp._equations import equations
+from jamp._equations.walks import equations
 from jamp._tracing.options import Options, options_in_force, refuse_overruled, tracing
 
 # Why what stands beside functions under autocast is computed as written.

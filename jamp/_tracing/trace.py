@@ -20,7 +20,7 @@ from jax.tree_util import Partial
 
 from jamp import _dtypes, _primitives
 from jamp._compat import is_made_by_jax, trace_of
-from jamp._equations import constants, equations
+from jamp._equations.walks import constants, equations
 from jamp._tracing.cache_key import Constant
 from jamp._tracing.checks import is_array, refuse_made
 from jamp._tracing.options import Options

@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes
 from jamp._compat import around_rules, frames, own_frames
-from jamp._equations import replaced
+from jamp._equations.walks import replaced
 from jamp._policy.functions import code_of
 from jamp._tracing.asked_dtypes import seeing_casts
 from jamp._tracing.checkpoints import as_checkpoint

@@ -12,7 +12,7 @@ import pytest
 from jaxprs import equations
 
 import jamp
-from jamp._equations import nested
+from jamp._equations.walks import nested
 from jamp._lowerings.releases import MOVES_BFLOAT16_AS_FLOAT32
 
 WIDE = (64, 128)

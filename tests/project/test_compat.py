@@ -10,7 +10,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.source_info_util import user_context
 
 from jamp import _compat
-from jamp._equations import nested
+from jamp._equations.walks import nested
 from jamp._tracing.asked_dtypes import seeing_casts
 from jamp._tracing.derivative_rules import rules_of
 from jamp._tracing.regions import scope_names

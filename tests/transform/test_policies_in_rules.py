@@ -6,7 +6,7 @@ import pytest
 from jaxprs import operand_dtypes, traced
 
 import jamp
-from jamp._equations import equations
+from jamp._equations.walks import equations
 
 X = jnp.linspace(0.0, 1.0, 4).reshape(2, 2)
 

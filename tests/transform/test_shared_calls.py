@@ -11,7 +11,7 @@ from jaxprs import matmul_dtypes
 
 import jamp
 from jamp._emit import custom_functions
-from jamp._equations import equations
+from jamp._equations.walks import equations
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 8)), jnp.float32)
 W = jnp.asarray(np.random.default_rng(1).normal(size=(8, 8)) / 3, jnp.float32)

@@ -9,7 +9,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from jamp import _primitives
 from jamp._dtypes import FLOAT32, DType, shape_of
-from jamp._equations import holds_any, nested
+from jamp._equations.walks import holds_any, nested
 from jamp._plan.plan import Action, Cast, Caster, Float32Call, RoundedGradient
 from jamp._plan.values import Value
 from jamp._policy.rules import Rule

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from jamp import _primitives
 from jamp._dtypes import FLOAT32
-from jamp._equations import nested, runs_in_float32
+from jamp._equations.walks import nested, runs_in_float32
 from jamp._plan.biases import product_and_bias
 from jamp._plan.plan import Action, Bind, Structural
 from jamp._plan.values import Value

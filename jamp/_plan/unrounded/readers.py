@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn
 
 from jamp import _primitives
 from jamp._dtypes import FLOAT32, shape_of, size_of
-from jamp._equations import holds_any
+from jamp._equations.walks import holds_any
 from jamp._plan.plan import (
     Action,
     Bind,

@@ -9,7 +9,7 @@ from typing import TypeGuard
 
 from jamp import _primitives
 from jamp._dtypes import FLOAT32
-from jamp._equations import holds_any
+from jamp._equations.walks import holds_any
 from jamp._plan.biases import moved_wide, moves
 from jamp._plan.plan import Action, Bind, Cast, Float32Call, Structural, shared_by
 from jamp._plan.values import Value

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jamp._dtypes import FLOAT32
-from jamp._equations import is_cheap
+from jamp._equations.walks import is_cheap
 from jamp._plan.plan import Action, Bind, Cast, Caster, Float32Call, Plan, Structural
 from jamp._plan.unrounded.apart import apart_from
 from jamp._plan.unrounded.groups import Bound, Group, Groups, actions_of

@@ -1,0 +1,1 @@
+"""Equations of a program: walking over them, telling equal ones, binding them."""
