@@ -126,7 +126,7 @@ def _shifts(value: Value, eqn: JaxprEqn) -> bool:
     """
     if eqn.primitive.name not in _primitives.SHIFTING or not value.traits.table:
         return False
-    numbers = value.traits.numbers or frozenset()
+    numbers = value.traits.constants or frozenset()
     return len(numbers) > 1 and all(abs(number) < _HIDING for number in numbers)
 
 

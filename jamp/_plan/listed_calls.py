@@ -261,7 +261,7 @@ def _plan_in_float32(call: ListedCall, enter: Caster) -> None:
     )
     constants = _constants(call)
     results = [
-        Value(var.aval, traits._replace(numbers=constants.get(var)))
+        Value(var.aval, traits._replace(constants=constants.get(var)))
         for var in call.outvars
     ]
     plan.append(
@@ -287,9 +287,9 @@ def _constants(call: ListedCall) -> dict[Any, Numbers | None]:
     read = call.env.read
     return followed(
         call.eqns,
-        {var: read(var).traits.numbers for var in call.invars},
+        {var: read(var).traits.constants for var in call.invars},
         lambda eqn, taken: [propagate(eqn, taken)] * len(eqn.outvars),
-        literal=lambda atom: read(atom).traits.numbers,
+        literal=lambda atom: read(atom).traits.constants,
         unknown=None,
     )
 

@@ -178,9 +178,9 @@ def _result_traits(equation: Equation, operands: Values, used: Sequence[Any]) ->
     in_listed = any(rules.get(found) is Rule.LOWER for found in context.functions)
     # A scalar among arrays scales them.
     activation = any(v.traits.activation for v in operands if v.rank > 0)
-    numbers = None
+    constants = None
     if caster.record.ruling.rule is Rule.PROMOTE:
-        numbers = propagate(eqn, [v.traits.numbers for v in operands])
+        constants = propagate(eqn, [v.traits.constants for v in operands])
     if name in _primitives.PRODUCTS:
         low = all(d in _dtypes.LOW_DTYPES for d in used[:2])
         if not low or adds_nothing(eqn):
@@ -193,13 +193,13 @@ def _result_traits(equation: Equation, operands: Values, used: Sequence[Any]) ->
     if name in _primitives.MOVEMENT and floats:
         source = floats[0].traits
         return source._replace(
-            numbers=numbers,
+            constants=constants,
             repeated=dims_after(eqn, source.repeated, new=True),
             bias_dims=tuple(
                 [dims_after(eqn, dims, new=False) for dims in source.bias_dims]
             ),
         )
-    traits = Traits(numbers, activation=activation, scale=scale_of(eqn, operands))
+    traits = Traits(constants, activation=activation, scale=scale_of(eqn, operands))
     if name == "split" or (in_listed and name == "add"):
         # As of a cell, whose biases are added to gates, or to the sum of two products.
         first, *others = (v.traits.bias_dims for v in operands)
@@ -267,8 +267,8 @@ def plan_convert(equation: Equation) -> list[Value]:
     target = np.dtype(new_dtype)
     if not value.eligible:
         (result,) = cast_and_bind(equation, Dtypes((None,)))
-        known = BOOLEAN if value.dtype == np.bool_ else value.traits.numbers
-        return [result.knowing(numbers=known)]
+        known = BOOLEAN if value.dtype == np.bool_ else value.traits.constants
+        return [result.knowing(constants=known)]
     caster.record.operands = (value.dtype,)
     if rule is Rule.FLOAT32:
         return [caster.cast(value, FLOAT32)]
@@ -281,6 +281,6 @@ def plan_convert(equation: Equation) -> list[Value]:
     # A constant is as weak as its reader needs it.
     if value.dtype == traced and (traced != target or not value.follows):
         (result,) = cast_and_bind(equation, Dtypes((None,)))
-        known = value.traits.numbers and held(value.traits.numbers, target)
-        return [result.knowing(numbers=known)]
+        known = value.traits.constants and held(value.traits.constants, target)
+        return [result.knowing(constants=known)]
     return [caster.cast(value, target)]

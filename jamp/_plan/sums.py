@@ -63,8 +63,10 @@ def made_of(eqn: JaxprEqn, operands: Sequence[T]) -> list[Sequence[T]]:
 
 def carried_sums(eqn: JaxprEqn, operands: Values) -> Sequence[CarriedSum | None]:
     """Which of an equation's results are a loop's sum still, and which."""
-    numbers = [value.follows or _scales(_own_sizes(value), eqn) for value in operands]
-    return _each_carried(eqn, list(map(_sum_of, operands)), numbers)
+    scaling = [
+        value.follows or _only_scales(_own_sizes(value), eqn) for value in operands
+    ]
+    return _each_carried(eqn, list(map(_sum_of, operands)), scaling)
 
 
 def _own_sizes(value: Value) -> list[Any]:
@@ -73,7 +75,7 @@ def _own_sizes(value: Value) -> list[Any]:
     return [n for at, n in enumerate(shape_of(value)) if at not in repeated]
 
 
-def _scales(sizes: Sequence[Any], eqn: JaxprEqn) -> bool:
+def _only_scales(sizes: Sequence[Any], eqn: JaxprEqn) -> bool:
     """Whether a factor of these sizes is a number, or one for each row of a product."""
     count, size = size_of(sizes), size_of(shape_of(eqn.outvars[0]))
     return not sizes or (count is not None and size is not None and count < size)
@@ -90,8 +92,8 @@ def carried_through(
     def make(
         eqn: JaxprEqn, sums: list[CarriedSum | None]
     ) -> Sequence[CarriedSum | None]:
-        numbers = [_scales(shape_of(atom), eqn) for atom in eqn.invars]
-        return _each_carried(eqn, sums, numbers)
+        scaling = [_only_scales(shape_of(atom), eqn) for atom in eqn.invars]
+        return _each_carried(eqn, sums, scaling)
 
     return followed(eqns, known, make, literal=lambda _: None, unknown=None)
 
@@ -102,29 +104,29 @@ def _sum_of(value: Value) -> CarriedSum | None:
 
 
 def _each_carried(
-    eqn: JaxprEqn, sums: Sequence[CarriedSum | None], numbers: Sequence[bool]
+    eqn: JaxprEqn, sums: Sequence[CarriedSum | None], scaling: Sequence[bool]
 ) -> list[CarriedSum | None]:
     """For each result of an equation the loop's sum that it is, if any.
 
     Args:
       eqn: the equation.
       sums: for each operand the same.
-      numbers: which operands are numbers, by which a sum may be scaled.
+      scaling: which operands are numbers by which a sum may be scaled.
     """
     if not any(sums):
         return [None] * len(eqn.outvars)
     name, places = eqn.primitive.name, range(len(sums))
     return [
-        _carried(name, [sums[p] for p in taken], [numbers[p] for p in taken])
+        _carried(name, [sums[p] for p in taken], [scaling[p] for p in taken])
         for taken in made_of(eqn, places)
     ]
 
 
 def _carried(
-    name: str, operands: Sequence[CarriedSum | None], numbers: Sequence[bool]
+    name: str, operands: Sequence[CarriedSum | None], scaling: Sequence[bool]
 ) -> CarriedSum | None:
     found = [operand for operand in operands if operand is not None]
-    adds = name in _primitives.CARRYING or _is_scaled(name, operands, numbers)
+    adds = name in _primitives.CARRYING or _is_scaled(name, operands, scaling)
     if not found or not (adds or name in _primitives.HANDING_ON):
         return None
     origins = frozenset().union(*(known.origins for known in found))
@@ -134,11 +136,11 @@ def _carried(
 
 
 def _is_scaled(
-    name: str, operands: Sequence[CarriedSum | None], numbers: Sequence[bool]
+    name: str, operands: Sequence[CarriedSum | None], scaling: Sequence[bool]
 ) -> bool:
     """Whether a sum is multiplied or divided by a number.
 
     Any other factor would have the float32 saved for its gradient.
     """
     ways = {"mul": [(0, 1), (1, 0)], "div": [(0, 1)]}.get(name, [])
-    return any(operands[of] is not None and numbers[by] for of, by in ways)
+    return any(operands[of] is not None and scaling[by] for of, by in ways)

@@ -55,9 +55,9 @@ def _numbers(values: Any) -> Numbers | None:
 
 def destroyed(value: Value, dtype: DType) -> bool:
     """Whether rounding to `dtype` makes an infinity of, or zero of, a constant."""
-    if value.traits.numbers is None:
+    if value.traits.constants is None:
         return False
-    numbers = np.array([*value.traits.numbers])
+    numbers = np.array([*value.traits.constants])
     rounded = _rounded(numbers, dtype)
     overflows = np.isfinite(numbers) & ~np.isfinite(rounded)
     return bool((overflows | (numbers != 0) & (rounded == 0)).any())
@@ -65,9 +65,9 @@ def destroyed(value: Value, dtype: DType) -> bool:
 
 def inexact(value: Value, dtype: DType) -> bool:
     """Whether a constant has numbers that are others in `dtype`."""
-    if value.traits.numbers is None:
+    if value.traits.constants is None:
         return False
-    numbers = np.array([*value.traits.numbers])
+    numbers = np.array([*value.traits.constants])
     return not np.array_equal(_rounded(numbers, dtype), numbers, equal_nan=True)
 
 
@@ -132,7 +132,7 @@ def scale_of(eqn: JaxprEqn, operands: Sequence[Value]) -> float:
     """By what constants a result was multiplied, one directly after the other."""
     if eqn.primitive.name != "mul":
         return 1.0
-    every = [value.traits.numbers for value in operands]
+    every = [value.traits.constants for value in operands]
     constants = [abs(n) for numbers in every if numbers for n in numbers]
     scaled = [value.traits.scale for value in operands if not value.follows]
     scale = math.prod([*constants, *scaled])
@@ -162,7 +162,7 @@ class Traits(NamedTuple):
     """What is known of a value beside its dtype; hashable, so that it keys caches."""
 
     # If it is derived from constants alone, their numbers: it follows others' dtype.
-    numbers: Numbers | None = None
+    constants: Numbers | None = None
     # The dimensions along which broadcasting or inserting them repeats it.
     repeated: tuple[int, ...] = ()
     # If it is the direct result of a lowered product, those along which a bias varies,
@@ -295,12 +295,12 @@ class Value:
     @property
     def follows(self) -> bool:
         """Whether it takes the dtype of the operands beside it."""
-        return self.traits.numbers is not None
+        return self.traits.constants is not None
 
     @property
     def constant(self) -> float | None:
         """The number it stands for, if it is a scalar known before the program runs."""
-        found = self.traits.numbers or ()
+        found = self.traits.constants or ()
         if self.ndim > 0 or len(found) != 1:
             return None
         [number] = found

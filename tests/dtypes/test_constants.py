@@ -207,7 +207,7 @@ def known_of(row: Row) -> list[Any]:
     """What is known of a row's results."""
     program = jax.make_jaxpr(row)()
     assert row.name in {eqn.primitive.name for eqn in equations(program)}
-    return [value.traits.numbers for value in plan_of(program, []).results]
+    return [value.traits.constants for value in plan_of(program, []).results]
 
 
 def values(table: list[Row]) -> tuple[Any, Any]:
