@@ -189,11 +189,8 @@ def _policy(chosen: argparse.Namespace) -> Outcome:
 
 
 def _compared(*policies: Policy) -> Iterator[str]:
-    """A line for every entry whose rule differs."""
-    rules = [
-        {name: rule.value for name, rule in named_rules(policy).items()}
-        for policy in policies
-    ]
+    """A line for every entry whose rule, or what it holds for, differs."""
+    rules = list(map(_rules_in_words, policies))
     rows = {"dtype": [policy.dtype.name for policy in policies]}
     for name in sorted(rules[0].keys() | rules[1].keys()):
         rows[name] = [found.get(name, "no rule") for found in rules]
@@ -209,6 +206,16 @@ def _compared(*policies: Policy) -> Iterator[str]:
             yield f"{name}: {old} -> {new}"
     if policies[0].unsafe != policies[1].unsafe:
         yield "unsafe combinations differ"
+
+
+def _rules_in_words(policy: Policy) -> dict[str, str]:
+    found = {name: rule.value for name, rule in named_rules(policy).items()}
+    for function, _ in policy.functions:
+        if function.elementwise:
+            found[function.name] += " of elementwise calls"
+        if function.own_code:
+            found[function.name] += " in its own code"
+    return found
 
 
 def _explain(chosen: argparse.Namespace) -> Outcome:

@@ -107,7 +107,7 @@ class ListedCall:
         if (
             traced not in {source.aval.dtype for source in sources}
             and _dtypes.eligible(traced)
-            and self.function not in policy.activation_results
+            and not policy.returns_activation(self.function)
         ):
             # The user named a dtype, as in softmax(x, dtype=...).
             return traced

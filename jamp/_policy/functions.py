@@ -67,10 +67,10 @@ class Function:
     # with jamp name functions that not every release of a library has.
     required: bool = field(default=True, compare=False)
     # Whether a table's rule holds for calls alone in which everything is elementwise.
-    elementwise: bool = field(default=False, compare=False)
+    elementwise: bool = False
     # Whether a table's rule holds for the function's own code alone, and not for what
     # it is handed, as a layer its `dot_general`.
-    own_code: bool = field(default=False, compare=False)
+    own_code: bool = False
     # The file and key of a table, for an error about a name that is looked up later.
     where: str = field(default="", compare=False)
 

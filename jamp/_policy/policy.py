@@ -235,6 +235,11 @@ class Policy:
         codes = ((function.resolve(), function) for function, _ in self.functions)
         return {code: function for code, function in codes if code is not None}
 
+    def returns_activation(self, function: Function) -> bool:
+        """Whether a function gives the dtype that came in, whatever it says itself."""
+        own = _identity(function)
+        return any(_identity(listed) == own for listed in self.activation_results)
+
     def _entry(self, entry: Any) -> str | Function:
         if isinstance(entry, Primitive):
             return entry.name

@@ -66,9 +66,9 @@ def _parse(text: str, file: str, stem: str, builtin: bool = False) -> dict[str, 
             )
         found = dict(_NOTHING if extends is None else read_builtin(extends))
         for kind, rules in _rules(table, file, builtin).items():
-            # Functions that are equal may still differ in whether they are elementwise.
-            kept = {key: rule for key, rule in found[kind] if key not in rules}
-            found[kind] = tuple({**kept, **rules}.items())
+            anew = set(map(_name_of, rules))
+            kept = [pair for pair in found[kind] if _name_of(pair[0]) not in anew]
+            found[kind] = (*kept, *rules.items())
         found["primitives"] = tuple(sorted(found["primitives"]))
         if extends is None or "dtype" in table:
             if "dtype" not in table:
@@ -94,6 +94,7 @@ def _rules(
     table: dict[str, Any], file: str, builtin: bool
 ) -> dict[str, dict[Any, Rule]]:
     found: dict[str, dict[Any, Rule]] = {"primitives": {}, "functions": {}}
+    listed: dict[str, str] = {}
     for rule in Rule:
         own_code = builtin and rule is Rule.LOWER
         for kind, names in _group(table, rule.value, (*found, "elementwise")).items():
@@ -102,11 +103,17 @@ def _rules(
             with _inside(key):
                 for name in _strings(names):
                     entry = _entry(name, kind, f"{file}: {key}", not builtin, own_code)
-                    if entry in rules:
-                        other = f"{rules[entry].value}.{kind}"
-                        raise PolicyError(f"{name!r} is listed under {other} too")
+                    if name in listed:
+                        raise PolicyError(
+                            f"{name!r} is listed under {listed[name]} too"
+                        )
+                    listed[name] = key
                     rules[entry] = rule
     return found
+
+
+def _name_of(entry: str | Function) -> str:
+    return entry if isinstance(entry, str) else entry.name
 
 
 def _entry(

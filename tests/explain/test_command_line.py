@@ -61,6 +61,28 @@ def test_a_difference_in_what_keeps_the_dtype_of_activations_is_one(tmp_path, ca
     assert " -> jax.nn.softmax, " in line
 
 
+@pytest.mark.parametrize(
+    "table, line",
+    [
+        (
+            '[float32]\nelementwise = ["jax.numpy.sinc"]',
+            "jax.numpy.sinc: internal_float32 -> float32 of elementwise calls",
+        ),
+        (
+            '[lower]\nfunctions = ["flax.linen.Dense"]',
+            "flax.linen.Dense: lower in its own code -> lower",
+        ),
+    ],
+)
+def test_a_difference_in_the_calls_that_a_rule_holds_for_is_one(
+    table, line, tmp_path, capsys
+):
+    file = tmp_path / "mine.toml"
+    file.write_text(f'extends = "gpu"\n{table}\n')
+    assert main(["policy", "gpu", "--diff", str(file)]) == 1
+    assert capsys.readouterr().out.splitlines() == [line]
+
+
 def test_a_file_that_is_no_policy_is_an_error_without_a_traceback(tmp_path, capsys):
     file = tmp_path / "mine.toml"
     file.write_text('name = "mine"\nextends = "gpu"\n[lower]\nprimitives = ["sine"]\n')

@@ -212,6 +212,12 @@ def test_internal_float32_computes_in_float32():
     assert [d.name for d in record.results] == ["float16"]
 
 
+@pytest.mark.parametrize("entry", [jnp.fft.irfft, "jax.numpy.fft.irfft"])
+def test_a_function_returns_the_dtype_of_activations_by_whatever_it_is_named(entry):
+    policy = GPU.with_rules(internal_float32=[entry])
+    assert under(policy, lambda x: jnp.fft.irfft(x.astype(jnp.float16), 2)) == "float16"
+
+
 def test_a_banned_function_or_primitive_raises():
     for policy in (GPU.with_rules(banned=["sin"]), GPU.with_rules(banned=[own])):
         with pytest.raises(jamp.BannedOpError, match="banned"):

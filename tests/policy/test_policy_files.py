@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -82,3 +83,32 @@ def test_a_float32_table_leaves_programs_as_written(tmp_path):
     fn = lambda x: jnp.tanh(x @ x) @ x  # noqa: E731
     rewritten = jamp.autocast(fn, policy=jamp.Policy.load(path))
     assert str(jax.make_jaxpr(rewritten)(x22)) == str(jax.make_jaxpr(fn)(x22))
+
+
+KINDS = {"functions": "float32", "elementwise": "float16"}
+
+
+@pytest.mark.parametrize("order", [[*KINDS], [*reversed(KINDS)]], ids=" then ".join)
+def test_a_function_listed_for_its_elementwise_calls_alone_makes_another_policy(
+    tmp_path, order
+):
+    def activation(x):
+        return jnp.sin(x @ x)
+
+    def found(kind):
+        table = f'extends = "gpu"\n[float32]\n{kind} = ["owner.activation"]\n'
+        policy = jamp.Policy.load(write(tmp_path, table))
+
+        def region(x):
+            with jamp.autocast(policy=policy):
+                return owner.activation(x)
+
+        return policy, under(jamp.Policy.load("gpu"), region)
+
+    owner = types.ModuleType("owner")
+    owner.activation = activation
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(sys.modules, "owner", owner)
+        policies, dtypes = zip(*map(found, order), strict=True)
+    assert policies[0] != policies[1]
+    assert dict(zip(order, dtypes, strict=True)) == KINDS
