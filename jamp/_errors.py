@@ -1,4 +1,7 @@
-"""Every error and warning that jamp raises, so that callers can catch one base."""
+"""Every error and warning that jamp raises, so that callers can catch one base.
+
+Its kernels raise Python's own for arrays that they do not take.
+"""
 
 import difflib
 from collections.abc import Iterable

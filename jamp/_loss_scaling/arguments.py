@@ -18,6 +18,7 @@ from jamp._errors import ScalerError, ScalerTypeError, described
 from jamp._loss_scaling.scaler_state import ScalerState
 
 LARGEST = float(np.finfo(np.float32).max)
+SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 LARGEST_COUNT = int(np.iinfo(np.int32).max)
 # Those of a state dict, which are torch's.
 SAVED_KEYS = (
@@ -98,7 +99,7 @@ def mapped_axes(axis_name: Any) -> Any:
 def new_scale_of(old: jax.Array, value: Any) -> jax.Array:
     """A scale to set, or the old one where an array on a device holds none."""
     is_real = is_number(value) and not np.iscomplexobj(value)
-    if not is_real or isinstance(value, bool | np.bool_):
+    if not is_real or jnp.result_type(value) == np.bool_:
         raise ScalerTypeError(f"new_scale must be a number, got {described(value)}")
     if np.ndim(value):
         raise ScalerError(f"new_scale must be a scalar, got an array of {value.shape}")
@@ -129,6 +130,16 @@ def any_of(found_inf: Any, method: str) -> jax.Array:
     return jnp.stack([jnp.asarray(flag, bool).any() for flag in flags]).any()
 
 
+def refuse_stack(scale: jax.Array) -> None:
+    """Raises for the scales of several states in one array."""
+    if shape := jnp.shape(scale):
+        raise ScalerError(
+            f"the state holds a stack of loss scales, of shape {shape}, as that of "
+            "several devices or models does: call this inside the jax.pmap or jax.vmap "
+            "over them, or give it one of the states"
+        )
+
+
 def _is_scale_or_gradient(number: Any) -> bool:
     """Whether a number is no flag; torch's flags are floats too, as 1.0.
 
@@ -151,11 +162,15 @@ def is_number(leaf: Any) -> bool:
 
 
 def differences(grads: Any, params: Any) -> str:
-    """What gradients have and parameters lack, or the reverse, in words."""
+    """What gradients have and parameters lack, or the reverse, in words.
+
+    Only floating arrays have gradients.
+    """
     held = {
         name: {
             f"{np.shape(leaf)} at {keystr(path) or 'the top'}"
             for path, leaf in tree_leaves_with_path(tree)
+            if jnp.issubdtype(getattr(leaf, "dtype", bool), jnp.inexact)
         }
         for name, tree in (("gradients", grads), ("parameters", params))
     }

@@ -17,7 +17,12 @@ import numpy as np
 from jamp._compat import api_boundary
 from jamp._equations.binding import looks_for_nans
 from jamp._errors import ScalerError
-from jamp._loss_scaling.arguments import expect, is_number
+from jamp._loss_scaling.arguments import (
+    LARGEST,
+    SMALLEST_NORMAL,
+    expect,
+    is_number,
+)
 from jamp._tracing import regions
 from jamp.pallas_kernels.unscale.reference import unscaled
 
@@ -85,7 +90,8 @@ def times(tree: Any, factor: jax.Array) -> Any:
 
 def product(scale: jax.Array, factor: float) -> jax.Array:
     """`f32(f64(scale) * factor)`, which is torch's."""
-    if abs(math.frexp(factor)[0]) == 0.5:
+    exact = abs(math.frexp(factor)[0]) == 0.5
+    if exact and SMALLEST_NORMAL <= abs(factor) <= LARGEST:
         return jnp.multiply(scale, jnp.float32(factor))
     with jax.enable_x64(True):
         wide = jnp.asarray(scale, jnp.float64) * np.float64(factor)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Never
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jamp._compat import api_boundary
@@ -22,9 +23,9 @@ from jamp._errors import (
     ScalerTypeError,
     did_you_mean,
 )
-from jamp._loss_scaling.arguments import instances
+from jamp._loss_scaling.arguments import instances, refuse_stack
 from jamp._loss_scaling.arithmetic import noting_scaled, scaled
-from jamp._loss_scaling.states import find_scale, refuse_stack
+from jamp._loss_scaling.states import find_scale
 from jamp._tracing.checks import check_function, is_array, wrong_argnums, wrong_loss
 from jamp._tracing.nnx_modules import is_stateful
 from jamp._tracing.options import Arguments
@@ -67,7 +68,7 @@ def value_and_grad(
       `loss_fn`: the value, not scaled, and gradients, scaled for `tx.update`.
 
     Raises:
-      ScalerError: `opt_state` has not one loss scale; or `scale_loss` gave the loss.
+      ScalerError: `opt_state` has not one loss scale; or the loss is `scale_loss`'s own.
       AutocastTypeError: `loss_fn` is no function, or `argnums` no argument's number.
       ScalerTypeError: the loss is no real scalar, `has_aux` does not fit what `loss_fn`
         returns, or what to differentiate at holds integers.
@@ -133,6 +134,8 @@ def _checked_numbers(
 ) -> Any:
     """The numbers of arguments, if they are some and a function alone is with them."""
     _check_options(options)
+    if isinstance(argnums, np.ndarray) and np.issubdtype(argnums.dtype, np.integer):
+        argnums = argnums.tolist()
     numbers: Sequence[Any] = argnums if isinstance(argnums, Sequence) else (argnums,)
     if not all(map(_is_argnum, numbers)):
         if not inputs and isinstance(argnums, str | float | set | None):

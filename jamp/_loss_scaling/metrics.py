@@ -7,13 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from jamp._dtypes import widened
-from jamp._loss_scaling.arguments import mapped_axes
+from jamp._loss_scaling.arguments import mapped_axes, refuse_stack
 from jamp._loss_scaling.arithmetic import outside_of_autocast, over_axes
-from jamp._loss_scaling.states import (
-    DynamicLossScalingState,
-    find_state,
-    refuse_stack,
-)
+from jamp._loss_scaling.states import DynamicLossScalingState, find_state
 
 
 @outside_of_autocast
@@ -40,7 +36,7 @@ def metrics(
       A dict of scalars:
 
       - `loss_scale`, float32;
-      - `growth_tracker`, int32: finite steps since the scale last changed;
+      - `growth_tracker`, int32, as in `jamp.ScalerState`;
       - `last_step_skipped`, bool, and `skipped_steps` and `total_steps`, int32, as in
         `jamp.DynamicLossScalingState`: what the updates so far have found. A
         `ScalerState` does not know them, and gives none;

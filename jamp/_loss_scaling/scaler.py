@@ -15,14 +15,21 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from jamp._errors import ScalerError, ScalerTypeError
 from jamp._loss_scaling import arguments, arithmetic, torch_calls
-from jamp._loss_scaling.arguments import LARGEST, LARGEST_COUNT, SAVED_KEYS, expect
+from jamp._loss_scaling.arguments import (
+    LARGEST,
+    LARGEST_COUNT,
+    SAVED_KEYS,
+    SMALLEST_NORMAL,
+    expect,
+)
 from jamp._loss_scaling.arithmetic import outside_of_autocast, select
 from jamp._loss_scaling.scaler_state import ScalerState
 from jamp._loss_scaling.torch_calls import takes_state
 from jamp.pallas_kernels import all_finite, unscale_and_check
 
 _STEP = "step(state, tx, grads, found_inf, opt_state, params)"
-_SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
+# Below it, where denormal numbers are flushed, a scale is zero.
+_FLOOR = "a normal float32 number above 0, or None"
 # What an option may be, that in words, and what it becomes.
 _NUMBER = (Real, "a Python number", float)
 _OPTIONAL = (Real | None, "a Python number", float)
@@ -88,7 +95,7 @@ class GradScaler:
     backoff_factor: float = 0.5
     growth_interval: int = 2000
     enabled: bool = True
-    min_scale: float | None = _SMALLEST_NORMAL
+    min_scale: float | None = SMALLEST_NORMAL
     max_scale: float | None = None
     hysteresis: int = 1
 
@@ -109,7 +116,7 @@ class GradScaler:
             (self.growth_interval <= LARGEST_COUNT, "growth_interval must be an int32"),
             (self.hysteresis >= 1, "hysteresis must be >= 1"),
             (self.hysteresis <= LARGEST_COUNT, "hysteresis must be an int32"),
-            (low is None or low > 0, "min_scale must be > 0, or None"),
+            (low is None or low >= SMALLEST_NORMAL, f"min_scale must be {_FLOOR}"),
             (low is None or low <= self.init_scale, "init_scale is below min_scale"),
             (high is None or high >= self.init_scale, "init_scale is above max_scale"),
         ):
@@ -146,7 +153,8 @@ class GradScaler:
         Args:
           state: the scaler's state.
           outputs: arrays or numbers. A 16-bit scalar is scaled in float32 and stays so;
-            any other floating array keeps its dtype, integers become float32.
+            any other floating array keeps its dtype, integers become float32. A scaler
+            that is disabled keeps all dtypes.
 
         Raises:
           ScalerError: an int is too large for a float.

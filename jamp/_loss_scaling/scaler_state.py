@@ -10,7 +10,8 @@ class ScalerState(NamedTuple):
 
     Attributes:
       scale: the factor of the loss, float32[].
-      growth_tracker: finite steps since the scale last changed, int32[].
+      growth_tracker: finite steps since the last overflow, or since an interval of
+        them ended, int32[].
       hysteresis_tracker: overflows in a row, int32[]; counted up to the scaler's
         `hysteresis`.
     """

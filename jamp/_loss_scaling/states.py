@@ -94,16 +94,6 @@ def find_scale(tree: Any, hint: str = "") -> jax.Array:
     return jnp.asarray(state.scale)
 
 
-def refuse_stack(scale: jax.Array) -> None:
-    """Raises for the scales of several states in one array."""
-    if shape := jnp.shape(scale):
-        raise ScalerError(
-            f"opt_state holds a stack of loss scales, of shape {shape}, as that of "
-            "several devices or models does: call this inside the jax.pmap or jax.vmap "
-            "over them, or give it one of the states"
-        )
-
-
 _AROUND = {
     optax.MultiStepsState: (
         "optax.MultiSteps",
@@ -142,9 +132,9 @@ def _misplacement(node: Any) -> str:
         return ""
     names = ", ".join(kind.__name__ for kind in before)
     return (
-        f"in an optax.chain, what stands before jamp.dynamic_loss_scaling ({names}) "
-        "sees scaled gradients, and a clip leaves next to nothing of them: wrap the "
-        "whole chain"
+        "if this is the state of an optax.chain, what stands in it before "
+        f"jamp.dynamic_loss_scaling ({names}) sees scaled gradients, and a clip leaves "
+        "next to nothing of them: wrap the whole chain"
     )
 
 

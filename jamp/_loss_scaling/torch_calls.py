@@ -6,7 +6,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any, Never, ParamSpec, TypeVar
 
 from jamp._errors import ScalerTypeError, did_you_mean
-from jamp._loss_scaling.arguments import expect
+from jamp._loss_scaling.arguments import expect, refuse_stack
 from jamp._loss_scaling.scaler_state import ScalerState
 
 _P = ParamSpec("_P")
@@ -83,9 +83,10 @@ INSTEAD = {
 
 
 def check_state(state: Any, call: str) -> None:
-    """Raises unless a state is a scaler's, and says how a method is called."""
+    """Raises unless a state is one of a scaler's, and says how a method is called."""
     message = f"the state comes first: scaler.{call}, with what scaler.init() or update"
     expect(isinstance(state, ScalerState), state, f"{message} returned;")
+    refuse_stack(state.scale)
 
 
 def takes_state(call: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:

@@ -228,7 +228,7 @@ def loss_with_everything(a, b, *, shift, power=2.0):
 
 
 @pytest.mark.parametrize("transform", [lambda fn: fn, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("argnums", [0, 1, (0, 1)])
+@pytest.mark.parametrize("argnums", [0, 1, (0, 1), np.array([0, 1])], ids=str)
 def test_value_and_grad_returns_the_value_and_scaled_gradients(argnums, transform):
     state = state_of(8.0)
     arguments = (jnp.array([1.0, 2.0]), jnp.array([0.5, -1.0]))

@@ -248,14 +248,25 @@ def test_gradients_that_do_not_fit_the_parameters_are_told_apart(kind):
         TX.update(grads, TX.init(params), params)
 
 
-def test_an_error_of_the_optimizer_itself_comes_through():
+PARTLY = {"w": W, "steps": jnp.array(3), "activation": jnp.tanh, "rate": 0.1}
+GRADIENTS = {
+    "arrays": (W, W),
+    "with None": (PARTLY, PARTLY | {"steps": None, "activation": None, "rate": None}),
+    "left out": (PARTLY, PARTLY | {"steps": None, "activation": {}, "rate": None}),
+    "float0": ({"w": W, "n": 3}, {"w": W, "n": np.zeros((), jax.dtypes.float0)}),
+}
+
+
+@pytest.mark.parametrize("kind", GRADIENTS)
+def test_an_error_of_the_optimizer_itself_comes_through(kind):
     def update(updates, state, params=None):
         raise ValueError("of the optimizer")
 
+    params, grads = GRADIENTS[kind]
     broken = optax.GradientTransformation(lambda params: (), update)
     tx = jamp.dynamic_loss_scaling(broken)
     with pytest.raises(ValueError, match="of the optimizer"):
-        tx.update(W, tx.init(W), W)
+        tx.update(grads, tx.init(params), params)
 
 
 def test_swapped_arguments_of_the_functions_show_their_order():

@@ -45,7 +45,8 @@ HOLDERS = {
 
 
 @pytest.mark.filterwarnings(
-    "ignore:in an optax.chain", "ignore:optax.(MultiSteps|masked) around"
+    "ignore:if this is the state of an optax.chain",
+    "ignore:optax.(MultiSteps|masked) around",
 )
 @pytest.mark.parametrize("name", HOLDERS)
 def test_the_scale_is_found_where_the_optimizer_is(name):

@@ -190,7 +190,7 @@ NESTED = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:in an optax.chain")
+@pytest.mark.filterwarnings("ignore:if this is the state of an optax.chain")
 @pytest.mark.parametrize("name", NESTED)
 def test_a_run_in_company_is_the_plain_one_without_the_skipped_steps(name):
     tx, plain = NESTED[name](scaling), NESTED[name](lambda inner: inner)

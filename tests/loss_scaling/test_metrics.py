@@ -95,7 +95,7 @@ HOLDERS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:in an optax.chain")
+@pytest.mark.filterwarnings("ignore:if this is the state of an optax.chain")
 @pytest.mark.parametrize("name", HOLDERS)
 def test_whatever_holds_a_loss_scale_has_metrics(name):
     holder = HOLDERS[name]()

@@ -166,6 +166,18 @@ def test_growth_to_inf_is_suppressed_and_the_tracker_starts_again():
     assert state.growth_tracker == 0
 
 
+@pytest.mark.parametrize(
+    ("factor", "found", "before", "after"),
+    [
+        ({"growth_factor": 2.0**150}, False, 2.0**-100, 2.0**50),
+        ({"backoff_factor": 2.0**-150}, True, 2.0**100, 2.0**-50),
+    ],
+)
+def test_a_factor_may_be_one_that_float32_does_not_hold(factor, found, before, after):
+    scaler = GradScaler(growth_interval=1, **factor)
+    assert scaler.update(state_of(before), found).scale == after
+
+
 def test_hysteresis_backs_off_after_overflows_in_a_row():
     scaler = GradScaler(init_scale=64.0, hysteresis=3, growth_interval=2)
     events = [True, True, False, True, True, True, True, False, False, True]
@@ -237,8 +249,9 @@ def test_update_needs_a_flag_or_a_scalar(arguments):
         ({"init_scale": -4.0}, "init_scale is below min_scale"),
         ({"growth_interval": -1}, "growth_interval must be >= 0"),
         ({"hysteresis": 0}, "hysteresis must be >= 1"),
-        ({"min_scale": 0.0}, "min_scale must be > 0"),
-        ({"min_scale": math.nan}, "min_scale must be > 0"),
+        ({"min_scale": 0.0}, "min_scale must be a normal"),
+        ({"min_scale": math.nan}, "min_scale must be a normal"),
+        ({"min_scale": 1e-40}, "min_scale must be a normal"),
         ({"min_scale": 2.0**17}, "init_scale is below min_scale"),
         ({"max_scale": 2.0**15}, "init_scale is above max_scale"),
         ({"max_scale": math.nan}, "init_scale is above max_scale"),

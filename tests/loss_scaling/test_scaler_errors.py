@@ -58,7 +58,22 @@ def test_what_would_fail_at_an_update_fails_at_once(config, problem):
     assert same(largest.update(state_of(8.0), False), state_of(8.0, 1))
 
 
-@pytest.mark.parametrize("scale", [True, "2", 2j, np.complex64(2)])
+STACK = jax.tree.map(lambda array: jnp.stack([array] * 2), state_of(8.0))
+METHODS = {
+    "scale": lambda scaler: scaler.scale(STACK, 1.0),
+    "unscale": lambda scaler: scaler.unscale(STACK, W),
+    "update": lambda scaler: scaler.update(STACK, jnp.array([True, False])),
+    "state_dict": lambda scaler: scaler.state_dict(STACK),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_states_of_several_scalers_in_one_are_no_state(method):
+    with pytest.raises(ScalerError, match=r"a stack of loss scales, of shape \(2,\)"):
+        METHODS[method](GradScaler())
+
+
+@pytest.mark.parametrize("scale", [True, jnp.array(True), "2", 2j, np.complex64(2)])
 def test_a_new_scale_is_a_number(scale):
     with pytest.raises(ScalerTypeError, match="new_scale must be a number, got"):
         GradScaler().update(state_of(8.0), new_scale=scale)
