@@ -156,11 +156,11 @@ def _scales(output: Measured, examination: Examination) -> list[Change]:
 
 def _functions(output: Measured, settings: Settings) -> list[Change]:
     """Functions that the output was emitted in, innermost first, each as a rule."""
-    listed = settings.options.policy.function_codes
+    listed = {id(code): f.name for code, f in settings.options.policy.function_codes}
     codes, diagnosed = codes_around(output)
     functions = []
-    for code in dict.fromkeys(codes):
-        name = listed[code].name if code in listed else None
+    for code in {id(code): code for code in codes}.values():
+        name = listed.get(id(code))
         if name is None or not leads_to(name, code):
             name = name_of(code, diagnosed)
         if name is not None:

@@ -68,7 +68,7 @@ def value_and_grad(
       `loss_fn`: the value, not scaled, and gradients, scaled for `tx.update`.
 
     Raises:
-      ScalerError: `opt_state` has not one loss scale; or the loss is `scale_loss`'s own.
+      ScalerError: `opt_state` has not one loss scale; or the loss is scaled already.
       AutocastTypeError: `loss_fn` is no function, or `argnums` no argument's number.
       ScalerTypeError: the loss is no real scalar, `has_aux` does not fit what `loss_fn`
         returns, or what to differentiate at holds integers.

@@ -207,7 +207,7 @@ def ruling_of_called(
     (ruling,) = rulings
     if ruling.function is None or ruling.rule is Rule.LOWER:
         return None
-    known = context.region.policy.function_codes.items()
+    known = context.region.policy.function_codes
     lines = [
         f"{code.co_filename}:{code.co_firstlineno}"
         for code, function in known
@@ -309,9 +309,7 @@ def _as_traced(eqns: Sequence[JaxprEqn], ruling: Ruling, scope: Scope) -> list[R
 
 def _cast_results(call: ListedCall, record: Record) -> None:
     """Brings what leaves a call to the dtype that its rule promises."""
-    unsafe = call.options.policy.unsafe
-    name = call.function.name
-    probability = any(name in found.of for found in unsafe)
+    probability = call.options.policy.names_of_unsafe(call.function)
     carried = carried_through(call.eqns, call.entered)
     for var, eqn in call.outvars.items():
         value = call.env.read(var)
@@ -325,5 +323,5 @@ def _cast_results(call: ListedCall, record: Record) -> None:
         if known and (value.dtype, dtype) == (FLOAT32, known.dtype):
             settled = value.seen(settled, known.origins)
         if probability:
-            settled = settled.knowing(probability=frozenset([name]), rounded_to=None)
+            settled = settled.knowing(probability=probability, rounded_to=None)
         call.env.bind([var], [settled])

@@ -11,7 +11,7 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any, Self
 
 from jamp._compat import inlined
@@ -62,7 +62,7 @@ def _getter(obj: Any) -> Any:
 class Function:
     name: str  # dotted, as shown in reports
     # None for what was given by name, which is resolved when its module is imported.
-    code: CodeType | None = None
+    code: CodeType | None = field(default=None, compare=False)
     # Whether it is an error that its module is imported and lacks it. Tables that come
     # with jamp name functions that not every release of a library has.
     required: bool = field(default=True, compare=False)
@@ -73,6 +73,12 @@ class Function:
     own_code: bool = False
     # The file and key of a table, for an error about a name that is looked up later.
     where: str = field(default="", compare=False)
+    # Code of two files is equal if its text and line are.
+    code_id: int | None = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        code_id = None if self.code is None else id(self.code)
+        object.__setattr__(self, "code_id", code_id)
 
     @classmethod
     def of(cls, obj: Any) -> Self:
@@ -83,7 +89,8 @@ class Function:
                 f"got an instance of {kind.__name__}, and a rule holds for functions "
                 f"and classes: give {kind.__name__} itself, for all its instances"
             )
-        name = f"{getattr(obj, '__module__', '?')}.{getattr(obj, '__qualname__', obj)}"
+        module = getattr(obj, "__module__", None) or "?"
+        name = f"{module}.{getattr(obj, '__qualname__', obj)}"
         if code is None:
             named = name if hasattr(obj, "__qualname__") else repr(obj)
             raise PolicyError(
@@ -111,6 +118,12 @@ class Function:
             if self.where:
                 raise PolicyError(f"{self.where}: {error}") from None
             raise
+
+    @property
+    def identity(self) -> int | str:
+        """What all names of one function have in common, once it is imported."""
+        code = self.resolve()
+        return self.name if code is None else id(code)
 
     @property
     def lacks_package(self) -> bool:
@@ -141,16 +154,28 @@ def _resolve(name: str) -> CodeType | None:
     if not cut:
         return None
     obj: Any = sys.modules[".".join(parts[:cut])]
-    for part in parts[cut:]:
-        held, obj = obj, getattr(obj, part, None)
+    for place, part in enumerate(parts[cut:], cut):
+        if _is_listed_alone(obj, part):
+            return None
+        try:
+            held, obj = obj, getattr(obj, part, None)
+        except ImportError:
+            return None
+        is_last = place + 1 == len(parts)
         if obj is None:
-            package = part == parts[cut] != last and hasattr(held, "__path__")
+            package = place == cut and not is_last and hasattr(held, "__path__")
             if package and _is_installed(f"{held.__name__}.{part}"):
                 return None  # a module that is not imported yet
             near = [f"{name.removesuffix(last)}{other}" for other in dir(held)]
-            hint = did_you_mean(name, near) if part == last else ""
+            hint = did_you_mean(name, near) if is_last else ""
             raise PolicyError(f"there is no function {name!r}{hint}")
     code = code_of(obj)
     if code is None:
         raise PolicyError(f"{name!r} is no Python function or class")
     return code
+
+
+def _is_listed_alone(held: Any, part: str) -> bool:
+    """Whether a module lists something that it imports when it is asked for it."""
+    lists = isinstance(held, ModuleType) and part in dir(held)
+    return lists and part not in vars(held)

@@ -202,8 +202,10 @@ class Policy:
         if function is not None:
             key = self._entry(function)
             code = key.resolve() if isinstance(key, Function) else None
-            listed = self.function_codes.get(code) if code else None
-            if listed is not None:
+            listed = {id(own): known for own, known in self.function_codes}.get(
+                id(code)
+            )
+            if code is not None and listed is not None:
                 return self.function_rules[listed]
         return self.primitive_rules.get(name) if name else None
 
@@ -230,15 +232,23 @@ class Policy:
         return dict(self.functions)
 
     @property
-    def function_codes(self) -> Mapping[CodeType, Function]:
-        """The functions whose modules are imported by now, by code object."""
+    def function_codes(self) -> list[tuple[CodeType, Function]]:
+        """The functions whose modules are imported by now, with their code objects."""
         codes = ((function.resolve(), function) for function, _ in self.functions)
-        return {code: function for code, function in codes if code is not None}
+        return [(code, function) for code, function in codes if code is not None]
 
     def returns_activation(self, function: Function) -> bool:
         """Whether a function gives the dtype that came in, whatever it says itself."""
-        own = _identity(function)
-        return any(_identity(listed) == own for listed in self.activation_results)
+        own = function.identity
+        return any(listed.identity == own for listed in self.activation_results)
+
+    def names_of_unsafe(self, function: Function) -> frozenset[str]:
+        """The names by which `unsafe` knows a function, if it does."""
+        names = {name for unsafe in self.unsafe for name in unsafe.of if "." in name}
+        own = function.identity if names else None
+        return frozenset(
+            name for name in names if Function(name, required=False).identity == own
+        )
 
     def _entry(self, entry: Any) -> str | Function:
         if isinstance(entry, Primitive):
@@ -349,7 +359,7 @@ def _builtin(name: str) -> Policy:
 
 def _identity(key: str | Function) -> Any:
     """What two names of one function have in common."""
-    return key if isinstance(key, str) else key.resolve() or key.name
+    return key if isinstance(key, str) else key.identity
 
 
 def _derived(name: str) -> str:

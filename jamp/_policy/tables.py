@@ -54,7 +54,7 @@ def _parse(text: str, file: str, stem: str, builtin: bool = False) -> dict[str, 
     with _inside(file):
         try:
             table = tomllib.loads(text)
-        except (tomllib.TOMLDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise PolicyError(f"not valid TOML: {error}") from error
         _check_keys(table, _TOP_KEYS)
         extends = table.get("extends")
@@ -82,6 +82,7 @@ def _parse(text: str, file: str, stem: str, builtin: bool = False) -> dict[str, 
                 raise PolicyError(f"{key}: must be {words}, got {found[key]!r}")
         if "unsafe" in table:
             found["unsafe"] = tuple(_unsafe(table["unsafe"]))
+            _check_rules_of(found)
         results = _group(table, "results", ("activation",)).get("activation", [])
         with _inside("results.activation"):
             where = f"{file}: results.activation"
@@ -154,6 +155,17 @@ def _unsafe(groups: Any) -> Iterator[Unsafe]:
             if not isinstance(advice, str):
                 raise PolicyError(f"advice must be a string, got {advice!r}")
             yield Unsafe(**names, dtype=_dtype(group["dtype"]), advice=advice)
+
+
+def _check_rules_of(found: dict[str, Any]) -> None:
+    """Raises for an unsafe function that has no rule: its calls are not looked for."""
+    ruled = {function.identity for function, _ in found["functions"]}
+    for unsafe in found["unsafe"]:
+        for name in unsafe.of:
+            if "." in name and Function(name, required=False).identity not in ruled:
+                raise PolicyError(
+                    f"unsafe.of: {name!r} has no rule: list it, as under promote"
+                )
 
 
 def _dtype(value: Any) -> DType:

@@ -9,7 +9,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -60,9 +60,9 @@ class Listed:
     To hash code would take longer. It is held, so that its id stays taken.
     """
 
-    def __init__(self, codes: Mapping[CodeType, Function]) -> None:
+    def __init__(self, codes: Sequence[tuple[CodeType, Function]]) -> None:
         self._codes = codes
-        self._by_id = {id(code): function for code, function in codes.items()}
+        self._by_id = {id(code): function for code, function in codes}
 
     def calls(self, key: FrameKey) -> Iterator[Call]:
         """The calls of these that some frames stand in; the outermost first."""

@@ -76,6 +76,12 @@ TYPOS = {
         '[[unsafe]]\nprimitives=["log"]\nof=["exp"]\ndtype="float16"\nadvice=3',
         ["unsafe", "advice must be a string, got 3"],
     ),
+    "a function without a rule in unsafe": (
+        '[[unsafe]]\nprimitives=["log"]\nof=["jax.nn.hard_tanh"]\ndtype="float16"\n'
+        'advice="no"',
+        ["unsafe.of: 'jax.nn.hard_tanh' has no rule"],
+    ),
+    "a number that is too long": (f"name = {'9' * 5000}", ["not valid TOML"]),
     "nested too deeply": ("x = " + "[" * 5000, ["not valid TOML"]),
     "a misspelt primitive": (
         '[lower]\nprimitives = ["tahn"]',
