@@ -89,16 +89,18 @@ class Function:
                 f"got an instance of {kind.__name__}, and a rule holds for functions "
                 f"and classes: give {kind.__name__} itself, for all its instances"
             )
+        while isinstance(obj, functools.partial):
+            obj = obj.func
         module = getattr(obj, "__module__", None) or "?"
-        name = f"{module}.{getattr(obj, '__qualname__', obj)}"
+        qualname = getattr(obj, "__qualname__", repr(obj))
         if code is None:
-            named = name if hasattr(obj, "__qualname__") else repr(obj)
+            named = f"{module}.{qualname}" if hasattr(obj, "__qualname__") else qualname
             raise PolicyError(
                 f"{named} is no Python function or class with a __call__ method, so "
                 "jamp cannot recognise its calls; name the function that it wraps, or "
                 "the primitive that it calls"
             )
-        return cls(name, code)
+        return cls(_public_name(module, qualname, code), code)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Code can't be pickled; where the name stands for it, the name is enough.
@@ -129,6 +131,17 @@ class Function:
     def lacks_package(self) -> bool:
         """Whether its package is not installed, let alone imported."""
         return self.resolve() is None and find_spec(self.name.split(".")[0]) is None
+
+
+def _public_name(module: str, qualname: str, code: CodeType) -> str:
+    """The shortest name of a function through no private module, if it has one."""
+    public = [part for part in module.split(".") if not part.startswith("_")]
+    for count in range(1, len(public) + 1):
+        name = ".".join([*public[:count], qualname])
+        with suppress(PolicyError):
+            if _resolve(name) is code:
+                return name
+    return f"{module}.{qualname}"
 
 
 def _named(name: str, *known: Any) -> Function:

@@ -114,7 +114,7 @@ def test_entries_of_the_user_that_decided_nothing_are_told():
     added = {(e.kind, e.name, e.rule.value) for e in report.unused if e.added}
     assert added == {
         ("primitive", "cos", "float32"),
-        ("function", "jax._src.nn.functions.relu", "float32"),
+        ("function", "jax.nn.relu", "float32"),
         ("scope", "tail", "float32"),
     }
     sentence = report.warnings[0]

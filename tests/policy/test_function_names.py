@@ -1,14 +1,17 @@
 """How policies find the functions that they name, and tell them apart."""
 
+import functools
 import importlib
 import sys
 import types
 from importlib.machinery import ModuleSpec
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
 from asked_policies import rule, under, x22
+from flax import nnx
 
 import jamp
 
@@ -95,3 +98,21 @@ def test_a_combination_that_raises_knows_a_function_by_any_of_its_names(entry, k
 
     with pytest.raises(jamp.BannedOpError, match="log of a probability"):
         jamp.autocast(logarithm, policy=policy)(x22)
+
+
+def own(x):
+    return x
+
+
+@pytest.mark.parametrize(
+    "entry, name",
+    [
+        (jax.nn.softmax, "jax.nn.softmax"),
+        (nn.Dense, "flax.linen.Dense"),
+        (nnx.Linear.__call__, "flax.nnx.Linear.__call__"),
+        (functools.partial(own, 1), f"{__name__}.own"),
+    ],
+)
+def test_a_function_is_called_by_its_public_name(entry, name):
+    (function, _) = GPU.with_rules(as_traced=[entry]).functions[-1]
+    assert function.name == name
