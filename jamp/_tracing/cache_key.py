@@ -64,15 +64,31 @@ _CONSTANTS = (
     *(bool, int, str, bytes, enum.Enum, np.dtype, type, types.EllipsisType),
     Constant,
 )
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+# They have a hash, and are made anew wherever they are read.
+_METHODS = (types.MethodType, types.BuiltinMethodType)
+# Packages whose objects that wrap a function hold nothing that changes.
+_WRAPPING = ("flax", "jax", "jaxlib")
 
 
 def innermost(fn: Any) -> Any:
-    """The function in what wraps it, up to a method.
+    """The function in what wraps it, up to what may hold something else.
 
-    A method has the attributes of its function, and seems to wrap what that wraps.
+    As a method does, which seems to wrap what its function wraps.
     """
-    return unwrap(fn, stop=lambda found: isinstance(found, types.MethodType))
+    return unwrap(fn, stop=lambda found: not _only_wraps(found))
+
+
+def _only_wraps(found: Any) -> bool:
+    if isinstance(found, types.FunctionType):
+        return True
+    return type(found).__module__.partition(".")[0] in _WRAPPING
+
+
+def _is_function(found: Any) -> bool:
+    """Whether something is a function, bound to no object."""
+    if isinstance(found, types.BuiltinFunctionType):
+        return isinstance(found.__self__, (types.ModuleType, types.NoneType))
+    return isinstance(found, types.FunctionType)
 
 
 def signature(given: Any, options: Hashable) -> Hashable:
@@ -97,12 +113,10 @@ def _static(leaf: Any) -> Hashable:
         return kind, repr(leaf)
     if isinstance(leaf, _CONSTANTS):
         return kind, leaf
-    if isinstance(leaf, types.MethodType):
-        # It is made anew wherever it is read, and its object may change.
-        return None
-    by_identity: Any = object.__hash__
+    hashing: Any = kind.__hash__
+    by_identity = hashing is object.__hash__ or isinstance(leaf, _METHODS)
     # A function may be wrapped, by JAX or a decorator.
-    if kind.__hash__ is by_identity and not isinstance(innermost(leaf), _FUNCTIONS):
+    if by_identity and not _is_function(innermost(leaf)):
         return None  # it may hold something else by the next call
     try:
         return kind, hash(leaf), weakref.ref(leaf)

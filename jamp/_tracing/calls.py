@@ -55,7 +55,8 @@ def _behind(fn: Any) -> list[Any]:
     fn = innermost(fn)
     if isinstance(fn, partial):
         return [*_behind(fn.func), _bound((fn.args, fn.keywords))]
-    if isinstance(fn, MethodType):
+    # A class is static as an argument, but may change: its methods are traced anew.
+    if isinstance(fn, MethodType) and not isinstance(fn.__self__, type):
         return [*_behind(fn.__func__), _bound(fn.__self__)]
     return [_bound(fn)]
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jamp
 
@@ -41,6 +42,29 @@ class Equal(Configuration):
         return hash(self.factor)
 
 
+class Wrapping(Configuration):
+    """A mutable object around a function, with its attributes."""
+
+    def __init__(self, factor):
+        super().__init__(factor)
+        functools.update_wrapper(self, lambda x: x)
+
+    def __call__(self, x):
+        return self.__wrapped__(x) * self.factor
+
+
+class Table(dict):
+    """Data with a method that is not Python's."""
+
+    def __init__(self, factor):
+        super().__init__(factor=factor)
+        self.scaled = functools.partial(lambda get, x: x * get("factor"), self.get)
+
+    factor = property(
+        lambda self: self["factor"], lambda self, new: self.update(factor=new)
+    )
+
+
 @pytest.mark.parametrize("kind", [Configuration, Activation, Equal])
 def test_a_changed_object_among_the_arguments_is_seen(kind):
     fn = jamp.autocast(lambda x, config, scaled: (x * config.factor, scaled(x)))
@@ -61,6 +85,10 @@ def test_a_changed_object_among_the_arguments_is_seen(kind):
         (Configuration, lambda config: jax.vmap(config.scaled)),
         (Configuration, lambda config: jax.vmap(functools.partial(config.scaled))),
         (Equal, lambda config: config.scaled),
+        (Wrapping, lambda wrapping: wrapping),
+        (Wrapping, jax.vmap),
+        (Table, lambda table: table.scaled),
+        (Table, lambda table: jax.vmap(table.scaled)),
     ],
 )
 def test_a_changed_object_is_seen_by_its_methods(kind, function):
@@ -68,6 +96,38 @@ def test_a_changed_object_is_seen_by_its_methods(kind, function):
     fn = jamp.autocast(function(config))
     np.testing.assert_array_equal(fn(X), X * 2)
     config.factor = 3.0
+    np.testing.assert_array_equal(fn(X), X * 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "argument", "scaled"),
+    [
+        (Wrapping, lambda wrapping: wrapping, lambda x, fn: fn(x)),
+        (Wrapping, jax.vmap, lambda x, fn: fn(x)),
+        (Table, lambda table: table.get, lambda x, get: x * get("factor")),
+    ],
+)
+def test_a_changed_object_is_seen_in_a_function_among_the_arguments(
+    kind, argument, scaled
+):
+    held = kind(2.0)
+    fn, given = jamp.autocast(scaled), argument(held)
+    np.testing.assert_array_equal(fn(X, given), X * 2)
+    held.factor = 3.0
+    np.testing.assert_array_equal(fn(X, given), X * 3)
+
+
+def test_a_changed_class_is_seen_by_its_class_methods():
+    class Scaling:
+        factor = 2.0
+
+        @classmethod
+        def scaled(cls, x):
+            return x * cls.factor
+
+    fn = jamp.autocast(Scaling.scaled)
+    np.testing.assert_array_equal(fn(X), X * 2)
+    Scaling.factor = 3.0
     np.testing.assert_array_equal(fn(X), X * 3)
 
 
@@ -115,6 +175,9 @@ def test_methods_among_the_arguments_take_no_place_of_programs_in_use():
     assert traces.count(None) == 1
 
 
+jitted = nnx.jit(lambda x: x * 2)
+
+
 def test_a_function_among_the_arguments_is_traced_once_and_not_kept_alive():
     traces = []
 
@@ -126,9 +189,9 @@ def test_a_function_among_the_arguments_is_traced_once_and_not_kept_alive():
         return x * 2
 
     fn = jamp.autocast(apply)
-    for activation in (double, double, jax.nn.relu, jax.nn.relu, jnp.tanh, jnp.tanh):
-        fn(X, activation)
-    assert traces == [double, jax.nn.relu, jnp.tanh]
+    for activation in (double, jax.nn.relu, jnp.tanh, jitted):
+        fn(X, activation), fn(X, activation)
+    assert traces == [double, jax.nn.relu, jnp.tanh, jitted]
     seen = weakref.ref(double)
     traces.clear()
     del double, activation
