@@ -106,33 +106,70 @@ def packed(
 
 
 def _own_modules(fn: Any, nnx: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """The modules that a function is, is bound to or closes over.
+    """The modules that a function is, is bound to or closes over, through functions.
 
     And what makes the function anew with those that a list begins with in their place.
     """
-    if is_node(nnx, fn):
-        return [fn], lambda copies: copies[0]
-    method = isinstance(fn, types.MethodType)
-    if method and is_node(nnx, fn.__self__):
-        return [fn.__self__], lambda copies: types.MethodType(fn.__func__, copies[0])
-    cells = () if method else getattr(fn, "__closure__", None) or ()
-    own = [v for v in map(_content, cells) if is_node(nnx, v)]
+    closures = _closures(fn)
+    held = [fn, *(value for values in closures.values() for value in values)]
+    own = {id(one): one for one in map(_owner, held) if is_node(nnx, one)}
+    # Modules, and the functions that close over one, or over such a function.
+    taken, before = set(own), 0
+    while own and len(taken) > before:
+        before = len(taken)
+        for number, values in closures.items():
+            if any(id(_owner(value)) in taken for value in values):
+                taken.add(number)
 
     def with_modules(copies: list[Any]) -> Any:
-        if not own:
-            return fn
-        new = iter(copies)
-        closure = tuple(
-            types.CellType(next(new)) if is_node(nnx, _content(cell)) else cell
-            for cell in cells
-        )
-        copy = types.FunctionType(
-            fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, closure
-        )
-        copy.__kwdefaults__ = fn.__kwdefaults__
-        return copy
+        found = dict(zip(own, copies, strict=False))
+        cells: dict[int, types.CellType] = {}  # which functions share
 
-    return own, with_modules
+        def anew(value: Any) -> Any:
+            if isinstance(value, types.MethodType):
+                return types.MethodType(value.__func__, anew(value.__self__))
+            if id(value) in found or id(value) not in taken:
+                return found.get(id(value), value)
+            return _with_closure(value, tuple(map(cell_anew, value.__closure__)))
+
+        def cell_anew(cell: types.CellType) -> types.CellType:
+            held = _content(cell)
+            if id(_owner(held)) not in taken:
+                return cell
+            if id(cell) not in cells:
+                # Known first: a function may close over itself.
+                cells[id(cell)] = types.CellType()
+                cells[id(cell)].cell_contents = anew(held)
+            return cells[id(cell)]
+
+        return anew(fn)
+
+    return list(own.values()), with_modules
+
+
+def _closures(fn: Any) -> dict[int, list[Any]]:
+    """What a function closes over, and the functions therein, by their ids."""
+    found: dict[int, list[Any]] = {}
+    todo = [fn]
+    while todo:
+        one = todo.pop()
+        if isinstance(one, types.FunctionType) and id(one) not in found:
+            found[id(one)] = list(map(_content, one.__closure__ or ()))
+            todo += found[id(one)]
+    return found
+
+
+def _owner(value: Any) -> Any:
+    return value.__self__ if isinstance(value, types.MethodType) else value
+
+
+def _with_closure(fn: Any, closure: tuple[types.CellType, ...]) -> Any:
+    copy = types.FunctionType(
+        fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, closure
+    )
+    copy.__kwdefaults__ = fn.__kwdefaults__
+    vars(copy).update(vars(fn))
+    return copy
 
 
 def _content(cell: Any) -> Any:

@@ -168,10 +168,18 @@ class Counting(Net):
         return super().__call__(x)
 
 
+def within(fn):
+    """A function that closes over another, and this over a third."""
+    inner = lambda x: fn(x)  # noqa: E731
+    return lambda x: inner(x)
+
+
 WAYS = {
     "module": lambda model: gpu(model)(X),
     "method": lambda model: gpu(model.step)(X),
     "closure": lambda model: gpu(lambda x: model(x))(X),
+    "closure of a closure": lambda model: gpu(within(lambda x: model(x)))(X),
+    "closure over a method": lambda model: gpu(within(model.step))(X),
     "partial": lambda model: gpu(functools.partial(Counting.step, model))(X),
     "keyword": lambda model: gpu(lambda x, model: model(x))(X, model=model),
     "list": lambda model: gpu(lambda models: models[0](X))([model]),
@@ -191,6 +199,22 @@ def test_a_module_may_reach_the_function_in_any_way(way):
     WAYS[way](model)
     nnx.jit(Counting.step)(expected, X)
     same_state(model, expected)
+
+
+def test_functions_that_close_over_one_module_and_each_other_see_its_changes():
+    model = Net()
+
+    def outer(x, left):
+        model.count += 1
+        return inner(x, left)
+
+    def inner(x, left):
+        return outer(x, left - 1) if left else x * model.count
+
+    fn = gpu(outer)
+    np.testing.assert_array_equal(fn(X, 2), X * 3)
+    np.testing.assert_array_equal(fn(X, 0), X * 4)
+    assert model.count == 4
 
 
 def test_lists_and_arrays_of_a_module_that_is_no_pytree_are_kept():
