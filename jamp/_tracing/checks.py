@@ -1,5 +1,6 @@
 """What may be traced, taken and returned."""
 
+import enum
 import functools
 import inspect
 import sys
@@ -99,6 +100,17 @@ def _is_value(leaf: Any) -> bool:
     except TypeError:
         return False
     return True
+
+
+def may_change(leaf: Any) -> bool:
+    """Whether a leaf of a result may be changed, and so is not for another call."""
+    kind: Any = type(leaf)
+    if isinstance(leaf, np.ndarray):
+        return True
+    if kind.__hash__ is object.__hash__ or isinstance(leaf, enum.Enum):
+        return False  # it stands in a module, and is one in every call
+    # Frozen classes refuse to set attributes.
+    return hasattr(leaf, "__dict__") and kind.__setattr__ is object.__setattr__
 
 
 def _is_global(obj: Any) -> bool:

@@ -22,7 +22,7 @@ from jamp import _dtypes, _primitives
 from jamp._compat import is_made_by_jax, trace_of
 from jamp._equations.walks import constants, equations
 from jamp._tracing.cache_key import Constant
-from jamp._tracing.checks import is_array, refuse_made
+from jamp._tracing.checks import is_array, may_change, refuse_made
 from jamp._tracing.options import Options
 from jamp._tracing.users_casts import make_jaxpr
 
@@ -32,6 +32,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 class Traced(NamedTuple):
     program: Any  # a closed jaxpr
     rebuild: Callable[[Sequence[Any]], Any]  # the function's result
+    fresh: bool  # whether each call has to get a result of its own
 
     @property
     def repeatable(self) -> bool:
@@ -40,7 +41,8 @@ class Traced(NamedTuple):
         Arrays that it closes over may be others then, as the parameters of a module are
         after an update.
         """
-        return not any(isinstance(c, jax.Array) for c in constants(self.program))
+        held = constants(self.program)
+        return not (self.fresh or any(isinstance(c, jax.Array) for c in held))
 
 
 _finished: WeakSet[Any] = WeakSet()
@@ -142,7 +144,7 @@ def trace(fn: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> T
         result = jax.tree.unflatten(out["tree"], found)
         return _widening(result) if any(of_functions) else result
 
-    return Traced(program, rebuild)
+    return Traced(program, rebuild, any(map(may_change, out["static"])))
 
 
 def _as_array(result: Any) -> Any:

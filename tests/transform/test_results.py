@@ -191,6 +191,19 @@ def test_a_constant_is_returned_as_it_is(kind):
         )
 
 
+@dataclass(unsafe_hash=True)
+class Changeable:
+    size: int
+
+
+def test_what_the_function_made_is_made_at_each_eager_call():
+    fn = gpu(lambda x: (x @ x, np.array(["a", "b"]), Changeable(3)))
+    _, words, changeable = fn(X)
+    words[0], changeable.size = "c", 4
+    _, words, changeable = fn(X)
+    assert (words.tolist(), changeable.size) == (["a", "b"], 3)
+
+
 @pytest.mark.parametrize("given", [Box(3), lambda: 4, {1, 2}], ids=type)
 def test_what_was_given_as_an_argument_may_be_returned(given):
     fn = gpu(lambda x, given: (x @ x, [given]))
