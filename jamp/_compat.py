@@ -112,6 +112,10 @@ def becomes_a_program() -> bool:
     return trace is not None
 
 
+def current_trace() -> Any:
+    return _trace_ctx.trace
+
+
 def only_staged(arrays: Iterable[Any]) -> bool:
     """Whether no array is differentiated, or vmapped, at this moment."""
     tracers = (array for array in arrays if isinstance(array, jax.core.Tracer))

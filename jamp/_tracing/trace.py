@@ -19,7 +19,7 @@ import numpy as np
 from jax.tree_util import Partial
 
 from jamp import _dtypes, _primitives
-from jamp._compat import is_made_by_jax, trace_of
+from jamp._compat import current_trace, is_made_by_jax, trace_of
 from jamp._equations.walks import constants, equations
 from jamp._tracing.cache_key import Constant
 from jamp._tracing.checks import is_array, may_change, refuse_made
@@ -115,7 +115,7 @@ def trace(fn: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> T
         out["positions"] = _positions(found)
         pairs = zip(found, in_functions(result), strict=True)
         out["of_functions"] = [inside for leaf, inside in pairs if is_array(leaf)]
-        _finished.update(map(trace_of, arrays[:1]))
+        _finished.add(current_trace())
         return [found[position] for position in out["positions"]]
 
     pass_for(fn, flat)

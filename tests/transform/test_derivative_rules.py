@@ -160,14 +160,20 @@ def closing_over_an_argument(x, w):
     return jnp.sum(product(x))
 
 
+def closing_over_a_value_of_no_argument(x):
+    return jamp.autocast(lambda: closing_over_an_argument(x, jnp.cos(jnp.eye(2))))()
+
+
 @pytest.mark.parametrize("transform", [lambda fn: fn, jax.jit])
-def test_a_rule_that_closes_over_an_argument_is_named_with_the_way_out(transform):
+def test_a_rule_that_closes_over_a_value_is_named_with_the_way_out(transform):
     gradient = jax.grad(closing_over_an_argument)(X, X)
     words = (
         "test_derivative_rules.py:.*closes over.*as an argument.*autocast\\(jax.grad"
     )
     with pytest.raises(jamp.JampError, match=words):
         transform(jax.grad(jamp.autocast(closing_over_an_argument)))(X, X)
+    with pytest.raises(jamp.JampError, match=words):
+        transform(jax.grad(closing_over_a_value_of_no_argument))(X)
     inside = transform(jamp.autocast(jax.grad(closing_over_an_argument)))(X, X)
     np.testing.assert_allclose(inside, gradient, rtol=2e-2)
 
