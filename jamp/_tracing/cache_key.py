@@ -113,6 +113,8 @@ def _static(leaf: Any) -> Hashable:
         return kind, repr(leaf)
     if isinstance(leaf, _CONSTANTS):
         return kind, leaf
+    if isinstance(leaf, np.generic):
+        return None  # not all that JAX does not have can be hashed
     hashing: Any = kind.__hash__
     by_identity = hashing is object.__hash__ or isinstance(leaf, _METHODS)
     # A function may be wrapped, by JAX or a decorator.

@@ -24,10 +24,23 @@ _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf of the arguments is traced; others are passed through."""
+    """Whether a leaf of the arguments is traced, as a shape for an array may be.
+
+    Others are passed through.
+    """
     if isinstance(leaf, (np.ndarray, np.generic)):
-        return leaf.dtype.kind not in "OSU"
+        return _is_jaxs(leaf.dtype)
     return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_jaxs(dtype: np.dtype[Any]) -> bool:
+    """Whether JAX has arrays of a dtype: it has none of text or dates, for one."""
+    try:
+        jax.typeof(np.empty(0, dtype))
+    except TypeError:
+        return False
+    return True
 
 
 def refuse_linen(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -71,7 +84,8 @@ def refuse_made(result: Any, arguments: Sequence[Any]) -> None:
                     "a reference (jax.new_ref): return what it holds, jax.freeze(ref)"
                 )
             raise AutocastTypeError(f"the function under autocast returned {what}")
-        if not (is_array(leaf) or id(leaf) in given or _is_value(leaf)):
+        is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
+        if is_shape or not (is_array(leaf) or id(leaf) in given or _is_value(leaf)):
             at = jax.tree_util.keystr(path)
             raise AutocastTypeError(
                 f"the function under autocast returned a {type(leaf).__name__}"
@@ -87,8 +101,8 @@ def _is_value(leaf: Any) -> bool:
     if isinstance(leaf, functools.partial):
         parts = (leaf.func, *leaf.args, *leaf.keywords.values())
         return all(map(_is_value, jax.tree.leaves(parts)))
-    if isinstance(leaf, np.ndarray):
-        return leaf.dtype.kind in "SU"
+    if isinstance(leaf, np.ndarray | np.generic):
+        return not leaf.dtype.hasobject
     if isinstance(leaf, slice):  # hashable since Python 3.12
         leaf = (leaf.start, leaf.stop, leaf.step)
     hashing: Any = type(leaf).__hash__
@@ -105,7 +119,7 @@ def _is_value(leaf: Any) -> bool:
 def may_change(leaf: Any) -> bool:
     """Whether a leaf of a result may be changed, and so is not for another call."""
     kind: Any = type(leaf)
-    if isinstance(leaf, np.ndarray):
+    if isinstance(leaf, np.ndarray | np.void):
         return True
     if kind.__hash__ is object.__hash__ or isinstance(leaf, enum.Enum):
         return False  # it stands in a module, and is one in every call

@@ -116,6 +116,7 @@ MADE = {
     "a jitted function": (lambda x: jax.jit(lambda: x), "PjitFunction"),
     "a set": (lambda x: set(x.shape), "set"),
     "an array of objects": (lambda x: np.array([{x.shape}]), "ndarray"),
+    "a shape": (lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), "ShapeDtypeStruct"),
 }
 
 
@@ -172,6 +173,8 @@ CONSTANTS = {
     "range": range(3),
     "frozenset": frozenset("ab"),
     "words": np.array(["a", "b"]),
+    "date": np.datetime64("2020-01-01"),
+    "records": np.array([(1, 2)], "i4,i4"),
     "config": Config(3),
     "function of a module": refuse,
     "jitted function of a module": jnp.tanh,
@@ -204,7 +207,20 @@ def test_what_the_function_made_is_made_at_each_eager_call():
     assert (words.tolist(), changeable.size) == (["a", "b"], 3)
 
 
-@pytest.mark.parametrize("given", [Box(3), lambda: 4, {1, 2}], ids=type)
+GIVEN = {
+    "object": Box(3),
+    "function": lambda: 4,
+    "set": {1, 2},
+    "date": np.datetime64("2020-01-01"),
+    "duration": np.timedelta64(1, "s"),
+    "number of 16 bytes": np.longdouble(2),
+    "dates": np.array(["2020-01-01"], "datetime64[D]"),
+    "records": np.array([(1, 2)], "i4,i4"),
+    "record": np.array([(1, 2)], "i4,i4")[0],
+}
+
+
+@pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
 def test_what_was_given_as_an_argument_may_be_returned(given):
     fn = gpu(lambda x, given: (x @ x, [given]))
     for _ in range(2):
