@@ -8,6 +8,7 @@ bits, as a cotangent of it is, is widened for them.
 
 import functools
 import inspect
+import operator
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -124,9 +125,9 @@ def trace(fn: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> T
     make = make_jaxpr(flat, options)
 
     def traced(arrays: list[Any]) -> Any:
-        # By their places JAX names arguments. What is no array is no argument for it.
+        # What is no array is no argument for JAX.
         found = with_arrays([None] * len(leaves), positions, arrays)
-        args, kwargs = jax.tree.unflatten(tree, found)
+        args, kwargs = _named(flat, tree, found, arrays)
         return make(*args, **kwargs)
 
     program = _as_written(traced, [leaves[position] for position in positions], out)
@@ -145,6 +146,23 @@ def trace(fn: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> T
         return _widening(result) if any(of_functions) else result
 
     return Traced(program, rebuild, any(map(may_change, out["static"])))
+
+
+_OF_ARRAYS = inspect.signature(lambda *arrays: None)
+
+
+def _named(flat: Any, tree: Any, leaves: list[Any], arrays: list[Any]) -> Any:
+    """What to call a function of arrays with: arguments by whose places JAX names them.
+
+    The arrays alone, if a class of the user's takes no None for what is no array.
+    """
+    with suppress(Exception):  # the class may raise any
+        given = jax.tree.unflatten(tree, leaves)
+        found = jax.tree.leaves(given)
+        if len(found) == len(arrays) and all(map(operator.is_, found, arrays)):
+            return given
+    flat.__signature__ = _OF_ARRAYS
+    return arrays, {}
 
 
 def _as_array(result: Any) -> Any:

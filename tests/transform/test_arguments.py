@@ -41,12 +41,23 @@ class Registered:
     power: int = 2
 
 
+@jax.tree_util.register_dataclass
+@dataclass
+class Named:
+    x: Any
+    name: str
+
+    def __post_init__(self):
+        self.name = self.name.upper()
+
+
 TREES = {
     "nested": ([{"x": X}, (None, [W, ()])], lambda t: t[0]["x"] @ t[1][1][0]),
     "ordered_dict": (OrderedDict(b=X, a=W), lambda t: t["b"] @ t["a"]),
     "deque": (deque([X, W]), lambda t: t[0] @ t[1]),
     "named_tuple": (Pair(X, W), lambda t: t.x @ t.w),
     "dataclass": (Registered(X, W), lambda t: (t.x @ t.w) * t.power),
+    "dataclass with a text": (Named(X, "x"), lambda t: t.x @ t.x),
     "partial": (jax.tree_util.Partial(jnp.matmul, X), lambda t: t(W)),
 }
 
