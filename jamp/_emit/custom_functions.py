@@ -151,6 +151,10 @@ def emit_custom_vmap(
     current = emitter_of(emitter)
 
     def rule(size: int, batched: Sequence[bool], *arrays: Any) -> tuple[Any, Any]:
+        if not any(batched):
+            # JAX asks for this where tangents alone have a batch.
+            outs = tuple(current().run(inner, arrays))
+            return outs, (False,) * len(outs)
         axes = [0 if b else None for b in batched]
         avals = [
             jax.ShapeDtypeStruct(array.shape, _dtypes.dtype_of(var))

@@ -111,23 +111,6 @@ def test_vmap_of_grad_gives_a_gradient_for_each_example():
     near(actual, jax.vmap(jax.grad(loss), (None, 0))(W, batch))
 
 
-def test_a_batching_rule_may_leave_a_result_without_a_batch():
-    @jax.custom_batching.custom_vmap
-    def fn(x, w):
-        return x @ w, 2 * w
-
-    @fn.def_vmap
-    def _(size, batched, x, w):
-        return (x @ w, 2 * w), (True, False)
-
-    # JAX refuses `None` for a result with a batch.
-    axes = (0, None)
-    rows, weight = jax.vmap(jamp.autocast(fn), axes, axes)(jnp.stack([X, X]), W)
-    assert (rows.dtype, weight.dtype) == ("bfloat16", "float32")
-    np.testing.assert_array_equal(rows, jnp.stack([jamp.autocast(fn)(X, W)[0]] * 2))
-    np.testing.assert_array_equal(weight, 2 * W)
-
-
 def test_value_and_grad_with_auxiliary_results():
     def with_aux(w):
         y = model(w, X)
