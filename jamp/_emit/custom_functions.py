@@ -156,9 +156,10 @@ def emit_custom_vmap(
             outs = tuple(current().run(inner, arrays))
             return outs, (False,) * len(outs)
         axes = [0 if b else None for b in batched]
+        types: Any = [var.aval for var in eqn.invars]
         avals = [
-            jax.ShapeDtypeStruct(array.shape, _dtypes.dtype_of(var))
-            for array, var in zip(arrays, eqn.invars, strict=True)
+            jax.typeof(array).update(dtype=aval.dtype, weak_type=aval.weak_type)
+            for array, aval in zip(arrays, types, strict=True)
         ]
         out_axes: list[int | None] = []
 

@@ -39,3 +39,17 @@ def test_tangents_alone_may_have_a_batch():
     x = X[0]
     actual = jax.jacfwd(jamp.autocast(layer), 1)(W, x)
     np.testing.assert_allclose(actual, jax.jacfwd(layer, 1)(W, x), atol=0.02)
+
+
+def test_a_batching_rule_gets_python_numbers_that_promote_as_such():
+    @jax.custom_batching.custom_vmap
+    def scaled(x, factor):
+        return x * factor
+
+    @scaled.def_vmap
+    def _(size, batched, x, factor):
+        assert jax.typeof(factor).weak_type
+        return x * factor, True
+
+    result = jax.vmap(jamp.autocast(lambda x: scaled(x, 2.0)))(X)
+    np.testing.assert_array_equal(result, 2 * X)
