@@ -25,8 +25,8 @@ from jamp._tracing.locations import is_users
 from jamp._tracing.named_axes import in_axes_of_now
 from jamp._tracing.options import Options, options_in_force, tracing
 
-# Rounds nothing: these are the bits of float64. JAX itself rounds to float32's.
-_MARK = {"exponent_bits": 11, "mantissa_bits": 52}
+# More bits than any dtype has: it rounds nothing, and is nothing that a user writes.
+_MARK = {"exponent_bits": 12, "mantissa_bits": 53}
 _CONVERSION = {"new_dtype": _dtypes.FLOAT32, "weak_type": False, "sharding": None}
 # Programs with conversions for marks, by those with marks: what is jitted stays one
 # program for all calls.

@@ -92,6 +92,13 @@ def test_what_casts_nothing_is_no_cast(device, dtype):
     assert {r.dtype.name for r in found} == {dtype}
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_a_rounding_to_float64_is_no_cast(dtype):
+    with jax.enable_x64(True):
+        fn = lambda y: y * jax.lax.reduce_precision(y, 11, 52)  # noqa: E731
+        assert jamp.autocast(fn)(x.astype(dtype)).dtype == dtype
+
+
 @every_device
 def test_casts_of_libraries_are_none(device, dtype):
     dense = nn.Dense(8, dtype=jnp.float32)

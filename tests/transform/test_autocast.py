@@ -97,6 +97,12 @@ def test_output_dtype_holds_under_an_outer_autocast(dtype, enabled):
     )
 
 
+def test_output_dtype_may_be_float64_under_an_outer_autocast():
+    with jax.enable_x64(True):
+        inner = jamp.autocast(lambda x: x * 3, output_dtype=jnp.float64)
+        assert jamp.autocast(inner)(jnp.ones(3, jnp.float64)).dtype == jnp.float64
+
+
 def test_results_keep_the_dtype_they_were_computed_in():
     fn = gpu(lambda x: (x @ x, jnp.exp(x @ x), x, x > 0))
     assert list(dtypes(fn(x44))) == ["float16", "float32", "float32", "bool"]
