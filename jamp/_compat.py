@@ -52,6 +52,9 @@ from jax._src.core import trace_ctx as _trace_ctx
 # The top-level trace has no public name; jax.core.trace_state_clean is gone.
 from jax._src.core import trace_state_clean as _trace_state_clean
 
+# The tracers of `jax.vmap` have no public name.
+from jax._src.interpreters.batching import BatchTracer as _BatchTracer
+
 # No public name lists the primitives of the installed JAX; those that can be lowered
 # are the ones that a policy may name.
 from jax._src.interpreters.mlir import _lowerings, _platform_specific_lowerings
@@ -64,6 +67,9 @@ from jax._src.interpreters.partial_eval import (
 # Every cast goes through a function there, which returns an array that has the dtype
 # already as it is: no public name tells that it was called.
 from jax._src.lax import lax as _lax
+
+# Nor have those of an eager `jax.shard_map`.
+from jax._src.shard_map import ShardMapTracer as _ShardMapTracer
 
 # A name stack is public, but the scopes in it are not, and its text joins them with the
 # names of transformations.
@@ -135,6 +141,13 @@ def array_in(value: Any) -> Any:
     while isinstance(value, jax.core.Tracer):
         value = getattr(value, "primal", getattr(value, "val", None))
     return value if hasattr(value, "dtype") else None
+
+
+def may_have_tangents(arrays: Iterable[Any]) -> bool:
+    """Whether an array may be differentiated at this moment, if this runs op by op."""
+    held = [array for array in arrays if isinstance(array, jax.core.Tracer)]
+    mapped = [a.val for a in held if isinstance(a, _BatchTracer | _ShardMapTracer)]
+    return len(mapped) < len(held) or (bool(mapped) and may_have_tangents(mapped))
 
 
 def is_made_by_jax(function: Any) -> bool:

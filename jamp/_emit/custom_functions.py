@@ -19,7 +19,7 @@ from jax.extend.core import JaxprEqn, jaxprs_in_params
 from jax.tree_util import Partial
 
 from jamp import _dtypes, _primitives
-from jamp._compat import becomes_a_program, only_staged
+from jamp._compat import becomes_a_program, may_have_tangents, only_staged
 from jamp._emit.conversions import convert
 from jamp._emit.emitter import Arrays, Emitter, Places, emits_programs, emitter_of
 from jamp._emit.recurring import MADE_OF
@@ -91,9 +91,9 @@ def emit_custom_vjp(
     # Its rule asks what is perturbed of what it closes over, which JAX lists among its
     # arguments once it has batched or differentiated it; that of a high-level primitive
     # asks of all. Only symbolic zeros tell, which an eager shard_map does not take.
-    asked = eqn.params.get("num_consts", len(action.operands))
     varies = [*map(_may_be_perturbed, action.operands)]
-    symbolic = takes_zeros or becomes_a_program() or any(varies[:asked])
+    asks = takes_zeros or any(varies[: eqn.params.get("num_consts")])
+    symbolic = becomes_a_program() or (asks and may_have_tangents(arrays))
     region, current = context.region, emitter_of(emitter)
     key = _rules_key(emitter, eqn, region)
     rules = emitter.rules.once(key, partial(VjpRules, eqn, region))

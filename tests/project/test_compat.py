@@ -264,6 +264,25 @@ def test_tracers_of_eager_transformations_stand_for_arrays():
     )
 
 
+def test_what_is_only_mapped_has_no_tangents():
+    seen = []
+
+    def look(x):
+        seen.append(_compat.may_have_tangents([x]))
+        return x
+
+    mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.P("i")
+    mapped = jax.vmap(jax.shard_map(look, mesh=mesh, in_specs=spec, out_specs=spec))
+    mapped(jnp.ones((1, 1)))
+    jax.vmap(jax.grad(look))(jnp.ones(1))
+    jax.grad(lambda x: mapped(x).sum())(jnp.ones((1, 1)))
+    assert seen == [False, True, True], (
+        "derivative rules would ask for what an eager shard_map does not have, or not "
+        "be told what is differentiated"
+    )
+
+
 def test_settings_of_an_equation_are_those_it_was_traced_under():
     with set_xla_metadata(kept="yes"):
         eqn, *_ = equations(sine, 1.0)

@@ -311,50 +311,12 @@ def test_derivatives_inside_have_the_shardings_of_their_primals(derivative):
     np.testing.assert_array_equal(actual, expected)
 
 
-def over_rows(fn, **options):
-    return jax.shard_map(fn, in_specs=(P("i"), P()), out_specs=P("i"), **options)
-
-
-def doubled_sine(added):
-    """A product whose rule doubles the gradient."""
-    doubled = jax.custom_vjp(lambda x, w: jnp.sin(x + added) @ w)
-    doubled.defvjp(
-        lambda x, w: (doubled(x, w), (x, w)),
-        lambda kept, g: (2 * jnp.cos(kept[0] + added) * (g @ kept[1].T), None),
-    )
-    return doubled
-
-
-def test_an_eager_call_runs_a_shard_map_of_derivative_rules():
-    x, w, doubled = normal(8, 4), normal(4, 4), doubled_sine(0.0)
-    with jax.set_mesh(mesh()):
-        actual = cast(over_rows(doubled), "gpu")(x, w)
-    assert actual.dtype == jnp.float16
-    assert error(actual, doubled(x, w)) < TOLERANCE["gpu"]
-
-
-@pytest.mark.parametrize("inside", [lambda f: f, lambda f: jax.vmap(f, (0, None))])
-@pytest.mark.parametrize("added", [0.0, np.ones(4, np.float32), jnp.ones(4)], ids=type)
-def test_an_eager_shard_map_runs_derivative_rules(inside, added):
-    doubled = doubled_sine(added)
-    x, w = normal(8, 4), normal(4, 4)
-    with jax.set_mesh(mesh()):
-
-        def gradient(fn):
-            def total(x, w):
-                return jnp.sum(inside(fn)(x, w).astype(jnp.float32))
-
-            return over_rows(jax.grad(total))(x, w)
-
-        actual, expected = over_rows(inside(cast(doubled, "gpu")))(x, w), doubled(x, w)
-        gradients = gradient(cast(doubled, "gpu")), gradient(doubled)
-    assert actual.dtype == jnp.float16
-    assert error(actual, expected) < TOLERANCE["gpu"]
-    assert error(*gradients) < TOLERANCE["gpu"]
-
-
 def test_a_high_level_primitive_is_rewritten_on_an_explicit_mesh():
-    fn, on = over_rows(high_level, check_vma=False), mesh(AxisType.Explicit)
+    specs, on = (
+        {"in_specs": (P("i"), P()), "out_specs": P("i")},
+        mesh(AxisType.Explicit),
+    )
+    fn = jax.shard_map(high_level, check_vma=False, **specs)
     x, w = programs.placed(on, P("i"), P())
     with jax.set_mesh(on):
         program = traced(cast(fn, "gpu"), x, w)
