@@ -1,6 +1,7 @@
 """The loop over a plan's actions, and those that are one binding or conversion."""
 
 import weakref
+from collections import Counter
 from collections.abc import (
     Callable,
     Collection,
@@ -151,6 +152,8 @@ class Emitter:
             with _source_of(*lineage) if lineage else nullcontext():
                 for action, numbers in found:
                     taken = [read(value) for value in action.operands]
+                    if isinstance(action, Bind | Structural):
+                        action = _keeping(action, plan)
                     if shared:
                         action, taken = _sharing(action, taken, shared)
                     made = self._emit(action, taken, iteration)
@@ -251,6 +254,27 @@ def _source_of(eqn: JaxprEqn, *inside: JaxprEqn) -> Iterator[None]:
     with user_context(traceback, name_stack=names), settings(eqn):
         with _source_of(*inside) if inside else nullcontext():
             yield
+
+
+def _keeping(action: Bind | Structural, plan: Plan) -> Action:
+    """An action that gives away nothing that others read, which may be moved behind it.
+
+    Nor does it give away constants, which are there when the plan runs again, and casts
+    that its caller made.
+    """
+    params = action.eqn.params
+    if not any(params.get("donated_invars", ())):
+        return action
+    numbers = [value.number for value in action.operands]
+    lent = {value.number for value in plan.extras.values()}
+    twice = {number for number, count in Counter(numbers).items() if count > 1}
+    free = {*plan.unread[plan.actions.index(action)]} - lent - twice
+    donated = tuple(
+        asked and value.array is None and value.number in free
+        for asked, value in zip(params["donated_invars"], action.operands, strict=False)
+    )
+    eqn = action.eqn.replace(params={**params, "donated_invars": donated})
+    return replace(action, eqn=eqn)
 
 
 def _sharing(
