@@ -78,18 +78,7 @@ def custom_fwd(
         )
     check_function("custom_fwd", fn)
     _refuse_without_rules("custom_fwd", fn)
-    source = f"cast_inputs={dtype} of {getattr(fn, '__name__', 'a function')}"
-
-    @wraps(fn)
-    def with_own_dtypes(*args: Any, **kwargs: Any) -> Any:
-        if dtype is None or not is_autocast_enabled(device_type):
-            return fn(*args, **kwargs)
-        with regions.as_written(source):
-            cast = functools.partial(_cast, dtype=dtype)
-            args, kwargs = jax.tree.map(cast, (args, kwargs), is_leaf=is_stateful)
-            return fn(*args, **kwargs)
-
-    return with_own_dtypes
+    return _with_own_dtypes(fn, device_type, dtype)
 
 
 @overload
@@ -149,6 +138,28 @@ def custom_bwd(
             return fn(*args, **kwargs)
 
     return as_forward
+
+
+def _with_own_dtypes(
+    fn: Callable[..., Any], device_type: str | None, dtype: _dtypes.DType | None
+) -> Callable[..., Any]:
+    source = f"cast_inputs={dtype} of {getattr(fn, '__name__', 'a function')}"
+
+    def reason() -> str:
+        return source if is_autocast_enabled(device_type) else ""
+
+    @wraps(fn)
+    def with_own_dtypes(*args: Any, **kwargs: Any) -> Any:
+        if dtype is None or not reason():
+            return fn(*args, **kwargs)
+        with regions.as_written(source):
+            cast = functools.partial(_cast, dtype=dtype)
+            args, kwargs = jax.tree.map(cast, (args, kwargs), is_leaf=is_stateful)
+            return fn(*args, **kwargs)
+
+    if dtype is not None:
+        setattr(with_own_dtypes, regions.REASON, reason)
+    return with_own_dtypes
 
 
 def _checked(device_type: str | None, cast_inputs: Any) -> _dtypes.DType | None:

@@ -108,7 +108,8 @@ class VjpRules:
     ) -> tuple[Any, Any]:
         """The program of the backward rule, and the logs' structure."""
         program, tree = self._traced(places, zeros)
-        avals, count = self.forward(places).out_avals, len(zeros)
+        forward = self.forward(places)
+        avals, count = forward.out_avals, len(zeros)
         if program.out_avals != avals:
             # The rule keeps something else for them.
             return self._traced_backward(places, (False,) * count)
@@ -122,7 +123,8 @@ class VjpRules:
             return gradients, logs
 
         tangents = [aval.to_tangent_aval() for aval in avals[:count]]
-        with settings(self._eqn), backward_of(program):
+        rules: Any = rules_of(self._eqn) or [None]
+        with settings(self._eqn), backward_of(rules[0], forward):
             traced = make_jaxpr(backward, self._options)(avals[count:], tangents)
         return traced, trees[-1]
 

@@ -4,7 +4,7 @@ A region is a named scope, which survives every transformation.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
@@ -83,17 +83,27 @@ def as_written(source: str) -> Iterator[None]:
         yield
 
 
-# Why the forward rule ran as written whose backward rule is being traced, if it did.
-_forward: ContextVar[str] = ContextVar("forward", default="")
+# The attribute of a function with dtypes of its own: why it runs as written under the
+# autocast in force, if it does.
+REASON = "_jamp_reason"
+# The same of the forward rule whose backward rule is being traced.
+_forward: ContextVar[Callable[[], str]] = ContextVar("forward", default=str)
 
 
 @contextmanager
-def backward_of(forward: Any) -> Iterator[None]:
-    """Has the backward rule that is traced inside know how its forward rule ran."""
+def backward_of(rule: Any, forward: Any) -> Iterator[None]:
+    """Has the backward rule that is traced inside know how its forward rule ran.
+
+    Args:
+      rule: the forward rule, if it is known.
+      forward: its program, which tells of a rule that only calls such functions.
+    """
     marks = [next(iter(_marks(eqn)), None) for eqn in forward.eqns]
     whole = marks[0] if marks and len({*marks}) == 1 else None
     disabled = whole is not None and not whole.options.enabled
-    token = _forward.set(whole.options.source if whole and disabled else "")
+    source = whole.options.source if whole and disabled else ""
+    own = getattr(rule, REASON, str)
+    token = _forward.set(lambda: own() or source)
     try:
         yield
     finally:
@@ -103,7 +113,8 @@ def backward_of(forward: Any) -> Iterator[None]:
 @contextmanager
 def as_forward() -> Iterator[None]:
     """Marks a backward rule as computed as its forward rule is."""
-    with as_written(_forward.get()) if _forward.get() else nullcontext():
+    source = _forward.get()()
+    with as_written(source) if source else nullcontext():
         yield
 
 

@@ -87,6 +87,30 @@ def test_a_backward_rule_runs_as_its_forward_rule_if_it_is_decorated(
         np.testing.assert_allclose(gradient(x, W)[1], expected)
 
 
+@pytest.mark.parametrize("cast_inputs", [None, jnp.float32])
+@pytest.mark.parametrize("symbolic_zeros", [False, True])
+@pytest.mark.parametrize("results", [lambda x: [x], lambda x: [2 * x, 3 * x]])
+def test_a_backward_rule_runs_so_whatever_the_forward_rule_does(
+    results, symbolic_zeros, cast_inputs
+):
+    own = jamp.custom_fwd(cast_inputs=cast_inputs)
+    fn = jax.custom_vjp(own(lambda x, w: results(x)))
+
+    @own
+    def fwd(x, w):
+        return results(getattr(x, "value", x)), getattr(w, "value", w)
+
+    @jamp.custom_bwd
+    def bwd(w, cotangents):
+        return cotangents[0] @ w.T, None
+
+    fn.defvjp(fwd, bwd, symbolic_zeros=symbolic_zeros)
+    gradient = jax.grad(total(on_gpu(lambda x, w: fn(x, w)[0])))
+    pair = FLOAT16 if cast_inputs is None else FLOAT32
+    for _ in range(2):
+        assert matmul_dtypes(traced(gradient, X, W)) == [pair]
+
+
 def test_a_16_bit_argument_of_a_float32_function_gets_a_16_bit_gradient():
     fn = on_gpu(product(jnp.float32))
     narrow = X.astype(jnp.bfloat16)
