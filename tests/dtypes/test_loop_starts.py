@@ -180,3 +180,31 @@ def test_what_a_loop_only_multiplies_it_keeps_in_16_bits_for_a_gradient(name):
     kept = {v.aval.dtype for v in first.outvars if v in second.invars}
     assert jnp.dtype(jnp.float16) in kept
     assert jnp.dtype(jnp.float32) not in kept
+
+
+@each_device
+def test_a_loop_compares_its_start_as_it_came(device):
+    def fn(h, w):
+        def step(h, _):
+            return w @ (h > 1_001_500).astype(jnp.float32), ()
+
+        return lax.scan(step, h, length=1)[0]
+
+    found = jamp.autocast(fn, device_type=device)(START, W)
+    np.testing.assert_allclose(found, fn(START, W), atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "device, function, start",
+    [
+        ("gpu", jnp.sign, 1e-9),  # zero in float16
+        ("cpu", jnp.exp, 6.015),  # between two numbers of bfloat16
+    ],
+)
+def test_a_loop_takes_a_function_of_its_start_as_it_came(device, function, start):
+    def fn(h):
+        return lax.scan(lambda h, _: (jnp.eye(8) @ function(h), ()), h, length=1)[0]
+
+    found = jamp.autocast(fn, device_type=device)(jnp.full(8, start))
+    expected = fn(jnp.full(8, start))
+    np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=1e-2)

@@ -1,5 +1,7 @@
 """dynamic_loss_scaling and the functions of a training loop, in torch's and JAX's."""
 
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -314,3 +316,18 @@ def test_a_disabled_wrapper_undoes_the_scale_of_a_restored_state():
     _, grads = jamp.value_and_grad(lambda p: (p**2).sum())(restored, params)
     updates, _ = tx.update(grads, restored, params)
     np.testing.assert_array_equal(updates, [-2.0, -4.0])
+
+
+@pytest.mark.parametrize("argnums", [-1, [0, -1]])
+def test_arguments_may_be_counted_from_the_end(argnums):
+    differentiate = jamp.value_and_grad(lambda x, w: x * w, argnums)
+    _, grads = differentiate(state_of(8.0), jnp.float32(3), jnp.float32(2))
+    assert jax.tree.leaves(grads)[-1] == 24
+
+
+def test_what_is_scaled_after_a_gradient_was_taken_is_not_kept():
+    jamp.value_and_grad(lambda x: x * x)(state_of(8.0), jnp.float32(3))
+    scaled = jamp.scale_loss(jnp.float32(3), state_of(8.0))
+    kept = weakref.ref(scaled)
+    del scaled
+    assert kept() is None

@@ -185,3 +185,19 @@ def test_an_axis_may_have_any_name_that_jax_reduces_over(axis):
     np.testing.assert_array_equal(norms, [5.0, 5.0])
     skipped, _ = jax.vmap(step, axis_name=axis)(jnp.array([1.0, jnp.inf]))
     assert skipped.all()
+
+
+def test_an_overflow_in_an_optimizers_own_gradients_skips_the_step_on_all_devices():
+    inner = optax.GradientTransformationExtraArgs(
+        SGD.init, lambda grads, state, params, grad_fn: (grad_fn(params), state)
+    )
+    tx = jamp.dynamic_loss_scaling(inner, SCALER, axis_name="d")
+
+    def local(grads, own):
+        _, state = tx.update(grads, tx.init(grads), grads, grad_fn=lambda _: own)
+        return state.last_step_skipped, jamp.loss_scale(state)
+
+    ones = jnp.ones(4)
+    skipped, scales = jax.vmap(local, axis_name="d")(ones, ones.at[1].set(jnp.nan))
+    assert skipped.all()
+    assert len(set(scales.tolist())) == 1

@@ -337,3 +337,15 @@ def test_apply_if_finite_around_it_delays_the_back_off_and_lets_nothing_through(
     scales = [float(jamp.loss_scale(state)) for _, state in states]
     assert scales == [2.0**10] * 4 + [2.0**9, 2.0**8, 2.0**8]
     assert all(same(params, states[1][0]) for params, _ in states[2:6])
+
+
+def test_a_gradient_given_by_name_is_no_alarm_for_jax_debug_nans():
+    def update(grads, state, params, grad):
+        return jax.tree.map(lambda one, same: one + 0 * same, grads, grad), state
+
+    inner = optax.GradientTransformationExtraArgs(optax.sgd(1.0).init, update)
+    tx, params = scaling(inner), parameters()
+    grads = poisoned(params, (0, 1), jnp.inf)
+    with jax.debug_nans(True):
+        _, after = tx.update(params, tx.init(params), params, grad=grads)
+    assert jamp.last_step_skipped(after)

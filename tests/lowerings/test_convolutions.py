@@ -369,3 +369,14 @@ def test_on_a_gpu_weights_are_cast_before_they_are_reversed(fn):
         while "stablehlo.transpose" in made[name]:
             name = re.search(r"%\w+", made[name])[0]
         assert re.search("stablehlo.reverse.*f16>", made[name])
+
+
+def test_on_a_gpu_convolutions_give_16_bits():
+    """CuDNN convolves 16-bit arrays into such alone."""
+    w, x = jnp.ones((3, 3, 8, 8)), jnp.ones((2, 8, 8, 8))
+    loss = jamp.autocast(convolved_twice, device_type="gpu")
+    traced = jax.jit(jax.grad(loss, (0, 1))).trace(w, x)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    made = re.findall(r"stablehlo.convolution.*-> tensor<\S*x(\w+)>", text)
+    assert len(made) == 5
+    assert {*made} == {"f16"}

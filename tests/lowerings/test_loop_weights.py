@@ -262,3 +262,19 @@ def test_a_step_may_add_ever_so_often_to_a_product():
 
     inside, _ = products(traced(gradients(autocast(recurrent(added))), *arrays()))
     assert inside and not [shape for shape in inside if min(shape) == SIZE]
+
+
+def test_a_row_that_is_added_to_all_rows_has_its_gradient():
+    w, *_, xs = arrays()
+
+    def loop(w, rows):
+        def step(h, row):
+            return jnp.tanh(lax.add(row, h @ w)), None
+
+        return lax.scan(step, jnp.zeros((ROWS, SIZE)), rows)[0]
+
+    def of(fn):
+        return jax.grad(lambda *args: fn(*args).astype(jnp.float32).sum(), (0, 1))
+
+    found = jax.jit(of(autocast(loop)))(w, xs[:, :1])
+    assert_near(found, of(loop)(w, xs[:, :1]))

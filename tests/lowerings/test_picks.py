@@ -25,6 +25,24 @@ def taken_in_several_dimensions(x, labels):
     return jnp.take_along_axis(x, labels, -1).reshape(-1)
 
 
+def begins_anew(x, labels):
+    rows = jnp.tile(x, (75, 1)) * jnp.where(jnp.arange(300) < 256, 1, 2)[:, None]
+    counted = jax.lax.iota(jnp.uint8, 300)  # from 256 on, it begins anew
+    return rows[counted, jnp.tile(labels, 75)][-4:]
+
+
+def by_pairs(x, labels):
+    pairs = jnp.stack([labels // 3, labels % 3], -1)
+    indices = jnp.concatenate([jnp.arange(4)[:, None], pairs], -1)
+    numbers = jax.lax.GatherDimensionNumbers((), (0, 1, 2), (0, 1, 2))
+    return jax.lax.gather(x.reshape(4, 2, 3), indices, numbers, (1, 1, 1))
+
+
+def of_chosen_rows(x, labels, from_the_first):
+    rows = jax.lax.select(from_the_first, jnp.zeros(4, int), jnp.arange(4))
+    return x[rows, labels]
+
+
 PICKS = {
     "along an axis": taken,
     "along the first axis": taken_from_columns,
@@ -47,6 +65,17 @@ PICKS = {
     ][-4:],
     "of a diagonal": lambda x, labels: x[jnp.arange(4), jnp.arange(4)],
     "of rows": lambda x, labels: x[labels % 4].sum(-1),
+    "of one row again and again": lambda x, labels: x[
+        jax.lax.broadcast_in_dim(jnp.arange(1), (4,), (0,)), labels
+    ],
+    "of rows that begin anew": begins_anew,
+    "of rows that labels choose": lambda x, labels: of_chosen_rows(
+        x, labels, jnp.asarray(labels) - 4 < 0
+    ),
+    "of rows that NumPy chooses": lambda x, labels: of_chosen_rows(
+        x, labels, LABELS < 4
+    ),
+    "by row, and a pair": by_pairs,
 }
 
 

@@ -351,3 +351,10 @@ def test_metadata_of_one_gradient_of_a_convolution_is_not_on_the_next():
     with set_xla_metadata(kept="yes"):
         assert "kept" in lowered()
     assert "kept" not in lowered()
+
+
+def test_a_call_sees_the_settings_of_jax_that_are_around_it():
+    fn = jamp.autocast(lambda x: x * jnp.arange(4.0).dtype.itemsize)
+    np.testing.assert_array_equal(fn(X), X * 4)
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(fn(X), X * 8)

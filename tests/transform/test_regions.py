@@ -344,3 +344,18 @@ def test_a_region_can_be_switched_by_what_is_around_it():
     for enabled, dtype in ((False, jnp.float32), (True, jnp.bfloat16)):
         cast = jamp.autocast(fn, device_type="cpu", enabled=enabled)
         assert cast(x).dtype == dtype
+
+
+def test_regions_of_policies_that_look_alike_have_their_own_rules():
+    first, second = (GPU.with_rules(lower=[name]) for name in ("exp", "log"))
+    assert repr(first) == repr(second)
+
+    def fn(x):
+        y = x @ x
+        with jamp.autocast(policy=first):
+            low = jnp.exp(y)
+        with jamp.autocast(policy=second):
+            wide = jnp.exp(y)
+        return low, wide
+
+    assert names(gpu(fn), x44) == [F16, F32]
