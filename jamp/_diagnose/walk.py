@@ -7,7 +7,8 @@ widened to float32. A `shard_map` is one equation, of which the other run is wid
 a whole.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
@@ -19,7 +20,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, jaxpr_as_fun
 
 from jamp import _dtypes, _primitives
-from jamp._compat import scan_counts
+from jamp._compat import scan_counts, settings
 from jamp._diagnose.measure import (
     Measured,
     Pair,
@@ -77,7 +78,8 @@ class Walk:
         name = eqn.primitive.name
         if name in _primitives.CALLS:
             return self._inside(eqn).run(eqn.params[_primitives.CALLS[name]], operands)
-        results = _RUNS.get(name, Walk._plain)(self, eqn, operands)
+        with _as_traced(eqn):
+            results = _RUNS.get(name, Walk._plain)(self, eqn, operands)
         if self.iteration is None:
             self.advance()
         return results
@@ -145,7 +147,7 @@ class Walk:
 
         def stack(*arrays: Any) -> Any:
             # NumPy compiles nothing; it has no keys.
-            return (np if isinstance(arrays[0].dtype, np.dtype) else jnp).stack(arrays)
+            return (np if _is_numpys(arrays[0].dtype) else jnp).stack(arrays)
 
         ys = []
         for column in zip(*(rows[index] for index in sorted(rows)), strict=True):
@@ -184,6 +186,19 @@ class Walk:
 
 
 _RUNS = {"cond": Walk._cond, "scan": Walk._scan, "while": Walk._while}
+
+
+@contextmanager
+def _as_traced(eqn: JaxprEqn) -> Iterator[None]:
+    """The settings of an equation; JAX does not say whether x64 was one of them."""
+    dtypes = filter(_is_numpys, map(_dtypes.dtype_of, walks.atoms([eqn])))
+    doubles = any(dtype != jax.dtypes.canonicalize_dtype(dtype) for dtype in dtypes)
+    with settings(eqn), jax.enable_x64(True) if doubles else nullcontext():
+        yield
+
+
+def _is_numpys(dtype: Any) -> bool:
+    return isinstance(dtype, np.dtype)
 
 
 def _producers(values: Iterable[Tracked]) -> frozenset[Measured]:

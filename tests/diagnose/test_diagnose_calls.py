@@ -93,6 +93,34 @@ def test_of_a_step_that_loss_scaling_skips_the_scale_is_told(jit):
     assert low < high < 2.0**24
 
 
+def doubled(x, key):
+    with jax.enable_x64(True):
+        h = x.astype(jnp.float64)
+        h, rows = jax.lax.scan(lambda h, row: (h * 1.1, row * 1.1), h, h)
+        h = jax.vmap(lambda h: jax.lax.while_loop(less, lambda h: h * 1.1, h))(h)
+        return (h + rows).astype(jnp.float32)
+
+
+def less(h):
+    return jnp.sum(h) < 40.0
+
+
+def drawn(x, key):
+    with jax.threefry_partitionable(False):
+        return x + jax.random.normal(key, x.shape)
+
+
+@pytest.mark.parametrize("made", [doubled, drawn])
+def test_operations_run_in_the_settings_that_they_were_traced_in(made):
+    def fn(x, key):
+        return made(x, key) + (300 * (x @ EYE)) ** 2 @ EYE * 1e-5
+
+    diagnosis = diagnose(fn)(X, jax.random.key(0))
+    assert [finding.kind for finding in diagnosis.findings] == ["overflow"]
+    # Compiled as a whole, with a change, it is what float32 gave here.
+    assert [suggestion.cured for suggestion in diagnosis.suggestions] == [True]
+
+
 def test_a_number_of_an_argument_may_be_numpys():
     found = diagnose(jnp.vdot, loss_scale=1.0, argnums=np.int64(1))(X, X)
     assert gradients(found) == ["gradient of args[1]"]
