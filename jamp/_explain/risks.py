@@ -14,6 +14,7 @@ from collections.abc import (
 )
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
@@ -147,6 +148,9 @@ class _Walk:
 
 
 def _constant(value: Any) -> Facts:
+    dtype = jax.typeof(value).dtype
+    if not (dtype == np.bool_ or jnp.issubdtype(dtype, np.number)):
+        return {}  # as float0
     size = np.max(np.abs(value))
     more = {"falling": np.all(np.real(value) < 0), "tiny": size < 0.1, "huge": size > 9}
     return dict.fromkeys(("constant", "bounded", *(f for f in more if more[f])), "")

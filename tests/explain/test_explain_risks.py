@@ -222,6 +222,13 @@ def test_what_a_library_may_lose_is_told_at_each_line_that_calls_it():
     assert {first, first + 1} <= lines
 
 
+def test_of_constants_that_are_no_numbers_nothing_is_known():
+    def fn(params):
+        return jax.grad(lambda p: (p["w"] @ W).sum(), allow_int=True)(params)
+
+    assert risks(fn, [{"w": W, "steps": np.arange(3)}], "gpu", jnp.float16) == ()
+
+
 @functools.cache
 def healthy():
     """Functions that train well, and what they are called with."""
