@@ -13,7 +13,7 @@ from jamp._tracing import regions
 from jamp._tracing.checks import check_function, is_array
 from jamp._tracing.nnx_modules import is_stateful
 from jamp._tracing.options import check_floating, device_kind
-from jamp._tracing.trace import wraps
+from jamp._tracing.trace import name_of, wraps
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -143,7 +143,7 @@ def custom_bwd(
 def _with_own_dtypes(
     fn: Callable[..., Any], device_type: str | None, dtype: _dtypes.DType | None
 ) -> Callable[..., Any]:
-    source = f"cast_inputs={dtype} of {getattr(fn, '__name__', 'a function')}"
+    source = f"cast_inputs={dtype} of {name_of(fn) or 'a function'}"
 
     def reason() -> str:
         return source if is_autocast_enabled(device_type) else ""

@@ -188,7 +188,7 @@ def explain(
                     lambda *a: jaxpr_as_fun(traced.program)(*chain(*a)), *arrays
                 ),
             )
-        name = getattr(fn, "__name__", type(fn).__name__)
+        name = trace.name_of(fn) or type(fn).__name__
         others = tuple(found for found in enabled if found != options)
         found = tuple(operations(plan.records, options.policy))
         return Report(found, name, options, others, kept, find_risks(plan))

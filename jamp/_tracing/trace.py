@@ -65,13 +65,21 @@ def _positions(leaves: Sequence[Any]) -> list[int]:
     return [position for position, leaf in enumerate(leaves) if is_array(leaf)]
 
 
+def name_of(fn: Any, default: str | None = None) -> str | None:
+    """The name of a function; None of one that is no string.
+
+    That of an equinox module that JAX has put together may be another object.
+    """
+    name = getattr(fn, "__name__", default)
+    return name if isinstance(name, str) else None
+
+
 def wraps(fn: Any) -> Callable[[_F], _F]:
     """As `functools.wraps`, for callable objects too, whose attributes it leaves.
 
     A module is full of these.
     """
-    # An equinox module that JAX has put together may have a name that is no string.
-    named = isinstance(getattr(fn, "__name__", ""), str)
+    named = name_of(fn, default="") is not None
     copied = functools.WRAPPER_ASSIGNMENTS if named else ()
 
     def wrapping(wrapper: _F) -> _F:
@@ -84,7 +92,7 @@ def wraps(fn: Any) -> Callable[[_F], _F]:
 def pass_for(fn: Callable[..., Any], stand_in: Any) -> None:
     """Lets JAX name a function, and its line, in errors about its stand-in."""
     signature = inspect.signature(stand_in)
-    named = fn if isinstance(getattr(fn, "__name__", None), str) else type(fn).__call__
+    named = fn if name_of(fn) is not None else type(fn).__call__
     functools.update_wrapper(stand_in, named, updated=())
     stand_in.__signature__ = signature
 

@@ -247,6 +247,21 @@ def test_explain_computes_nothing_and_takes_static_arguments():
     assert report.low_flop_share == 1
 
 
+class Nameless:
+    """As an equinox module that JAX has put together."""
+
+    __name__ = object()
+
+    def __call__(self, x):
+        return x @ x.T
+
+
+def test_what_has_a_name_that_is_no_string_is_called_as_its_type():
+    report = jamp.explain(Nameless())(X)
+    assert report.name == report.to_dict()["function"] == "Nameless"
+    assert "Nameless" in report.to_html()
+
+
 @pytest.mark.parametrize(
     ("fn", "name", "returns"),
     [
