@@ -102,8 +102,8 @@ _MERGED: dict[str, Any] = {
 
 def measure(pair: Pair) -> Statistics:
     # Masking a scalar would give no array.
-    computed = np.atleast_1d(pair.computed).astype(_dtypes.FLOAT32)
-    shadow = np.atleast_1d(pair.shadow)
+    computed, shadow = map(np.atleast_1d, pair)
+    computed = computed.astype(_dtypes.widest([_dtypes.FLOAT32, shadow.dtype]))
     finite, reached = np.isfinite(shadow), np.isfinite(computed)
     same = (computed == shadow) | np.isnan(computed) & np.isnan(shadow)
     nonzero = finite & (shadow != 0)

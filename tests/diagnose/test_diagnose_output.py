@@ -88,6 +88,17 @@ def test_float64_results_are_compared():
     assert healthy.healthy
 
 
+@pytest.mark.parametrize("unit", [1e40, 1e-60])
+def test_float64_results_may_be_such_as_float32_does_not_hold(unit):
+    def fn(x):
+        return jnp.sum(product(x / 300)).astype(jnp.float64) * unit
+
+    with jax.enable_x64(True):
+        found = diagnose(fn)(X)
+    assert found.healthy
+    assert 0 < found.errors["result"] < 1e-3
+
+
 def test_of_a_gradient_that_is_rounding_alone_no_error_is_told():
     """That of a divergence of two distributions which are nearly the same."""
 
