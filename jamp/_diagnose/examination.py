@@ -25,6 +25,7 @@ from jamp._diagnose.outcomes import (
 )
 from jamp._diagnose.program import Program, Settings, Subject
 from jamp._diagnose.walk import EXACTLY, Steps, Walk
+from jamp._diagnose.widened import without_marks
 from jamp._dtypes import below_float32
 from jamp._equations.walks import atoms, equations
 from jamp._primitives import CALLS, MOVEMENT, SUMS
@@ -76,15 +77,14 @@ def examine(
 ) -> Examination:
     """Walks through a program; `progress` takes its length, and gives what counts."""
     program = subject.program(settings)
+    closed = without_marks(program.closed)
     values = [entering(array) for array in program.arrays]
     if settings.loss_scale is not None:
         values[-1] = values[-1]._replace(scaled=True)
     found: dict[Any, Measured] = {}
-    inlined = equations(
-        program.closed, lambda eqn: eqn.primitive.name in CALLS, once=False
-    )
+    inlined = equations(closed, lambda eqn: eqn.primitive.name in CALLS, once=False)
     with progress(sum(eqn.primitive.name not in CALLS for eqn in inlined)) as advance:
-        results = Walk(steps, advance, found, Scope()).run(program.closed, values)
+        results = Walk(steps, advance, found, Scope()).run(closed, values)
     measured, first = list(found.values()), len(results) - len(subject.differentiated)
     labelled = zip(program.labels, results, strict=True)
     outcomes = [

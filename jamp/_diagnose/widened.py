@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from jamp import _dtypes, _primitives
 from jamp._equations import binding, walks
+from jamp._plan.plain_equations import rounds_nothing
 
 # They run in other dtypes if their programs do.
 _HOLDERS = _primitives.SCATTERS | {
@@ -26,11 +26,28 @@ _HOLDERS = _primitives.SCATTERS | {
 }
 
 
+def without_marks(program: Any) -> Any:
+    """A program in which what 16 bits hold already is not rounded to them again.
+
+    Autocast and JAX do so to what is saved. Beside float32 it would be one more
+    rounding, unlike those that the user wrote.
+    """
+    makers = {var: eqn for eqn in walks.equations(program) for var in eqn.outvars}
+
+    def is_mark(eqn: JaxprEqn) -> bool:
+        made_by = filter(None, map(makers.get, walks.read_by(eqn)))
+        casts = [e for e in made_by if e.primitive.name == "convert_element_type"]
+        narrow = filter(_in_16_bits, walks.atoms([eqn, *casts]))
+        return any(rounds_nothing(eqn, _dtypes.dtype_of(atom)) for atom in narrow)
+
+    def rounding_nothing(eqn: JaxprEqn) -> Any:
+        return eqn.replace(params={"exponent_bits": 8, "mantissa_bits": 23})
+
+    return walks.replaced(program, is_mark, rounding_nothing, {})
+
+
 def run_wide(eqn: JaxprEqn, arrays: Sequence[Any]) -> list[Any]:
     """The results of an equation for operands that are float32 instead of 16 bits."""
-    if eqn.primitive.name == "reduce_precision":
-        # It only rounds, as a cast to 16 bits would.
-        return list(arrays)
     if not _is_narrow(eqn):
         return binding.bind(eqn, arrays)
     if _is_widened(eqn):
@@ -85,10 +102,6 @@ _Known = dict[int, Any]
 
 def _wide_params(eqn: JaxprEqn, known: _Known) -> dict[str, Any]:
     """The parameters of an equation as they are in float32."""
-    if eqn.primitive.name == "reduce_precision":
-        dtype = _dtypes.dtype_of(eqn.outvars[0])
-        info = jnp.finfo(_dtypes.widest([dtype, _dtypes.FLOAT32]))
-        return {"exponent_bits": info.nexp, "mantissa_bits": info.nmant}
     wide = {name: _wide(name, value, known) for name, value in eqn.params.items()}
     if eqn.primitive.name in _primitives.PRODUCTS:
         wide["precision"] = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)

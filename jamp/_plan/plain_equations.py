@@ -226,11 +226,11 @@ def _is_table(eqn: JaxprEqn, operands: Values, policy: Policy) -> bool:
     return all(value.traits.table for value in operands)
 
 
-def rounds_nothing(eqn: JaxprEqn) -> bool:
-    """Whether an equation rounds float32 to no fewer bits than it has."""
+def rounds_nothing(eqn: JaxprEqn, dtype: Any = FLOAT32) -> bool:
+    """Whether an equation rounds numbers of a dtype to no fewer bits than it has."""
     if eqn.primitive.name != "reduce_precision":
         return False
-    bits, params = jnp.finfo(FLOAT32), eqn.params
+    bits, params = jnp.finfo(dtype), eqn.params
     exponent, mantissa = params["exponent_bits"], params["mantissa_bits"]
     return bool(exponent >= bits.nexp and mantissa >= bits.nmant)
 

@@ -332,6 +332,16 @@ def test_float64_integers_and_keys_are_left_alone():
     assert diagnose(fn)(X, np.array([0, 2, 4]), jax.random.key(0)).healthy
 
 
+def test_a_rounding_that_the_user_wrote_is_made_beside_float32_too():
+    def fn(x):
+        coarse = jax.lax.reduce_precision(x, 5, 2)
+        return jnp.mean(coarse - x)
+
+    assert diagnose(fn)(X).errors == {"result": 0}
+    (finding,) = diagnose(fn)(X * 1e3).findings
+    assert (finding.kind, finding.operation) == ("float32", "reduce_precision")
+
+
 def test_of_a_function_under_autocast_its_options_hold():
     def fn(x):
         return mean(square(product(x)))
