@@ -29,7 +29,7 @@ from jamp._diagnose.measure import (
     has_shadow,
     tracked,
 )
-from jamp._diagnose.widened import run_wide
+from jamp._diagnose.widened import run_wide, runs_once
 from jamp._equations import binding, walks
 from jamp._tracing.regions import Scope, modules
 
@@ -232,8 +232,7 @@ def run_pair(eqn: JaxprEqn, operands: Sequence[Pair]) -> list[Pair]:
     """Runs an equation without inner programs, or one that cannot be looked into."""
     computed = binding.bind(eqn, [operand.computed for operand in operands])
     shadowed = [has_shadow(var.aval) for var in eqn.outvars]
-    if eqn.effects or not any(shadowed):
-        # An equation with effects may run only once.
+    if runs_once(eqn) or not any(shadowed):
         shadows = list(map(_dtypes.widened, computed))
     else:
         shadows = run_wide(eqn, [operand.shadow for operand in operands])

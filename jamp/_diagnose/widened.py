@@ -60,12 +60,14 @@ def run_wide(eqn: JaxprEqn, arrays: Sequence[Any]) -> list[Any]:
 
 
 def is_unseen(eqn: JaxprEqn) -> bool:
-    """Whether an equation holds a program with 16 bits that runs so beside float32.
-
-    So does what has effects, which is not run a second time.
-    """
+    """Whether an equation holds a program with 16 bits that runs so beside float32."""
     held = any(_has_16_bits(inner) for inner in [*walks.nested([eqn])][1:])
-    return held and (bool(eqn.effects) or not _is_widened(eqn))
+    return held and (runs_once(eqn) or not _is_widened(eqn))
+
+
+def runs_once(eqn: JaxprEqn) -> bool:
+    """Whether an equation may not run twice: it has effects, or draws other numbers."""
+    return bool(eqn.effects) or walks.holds_any([eqn], {"rng_uniform"})
 
 
 def _in_16_bits(atom: Any) -> bool:

@@ -342,6 +342,11 @@ def test_a_rounding_that_the_user_wrote_is_made_beside_float32_too():
     assert (finding.kind, finding.operation) == ("float32", "reduce_precision")
 
 
+def test_what_is_drawn_anew_each_time_is_drawn_once():
+    fn = lambda x: product(jax.lax.rng_uniform(0.0, 1.0, (8, 8)) + x)  # noqa: E731
+    assert diagnose(fn)(X / 300).healthy
+
+
 def test_of_a_function_under_autocast_its_options_hold():
     def fn(x):
         return mean(square(product(x)))
