@@ -79,7 +79,7 @@ def draw(
             _draw_window(below, *scales)
         else:
             below.set_axis_off()
-    figure.suptitle(title, fontsize=11, x=0.01, ha="left")
+    figure.suptitle(title, fontsize=11, x=0.01, ha="left", parse_math=False)
     figure.savefig(path, dpi=150)
 
 
@@ -115,7 +115,8 @@ def _draw_histograms(
         if histogram.findings:
             axes.axhspan(row - 0.45, row + 0.5, fill=False, ec=_OUTSIDE, lw=1.5)
     names = list(map(_label, histograms))
-    axes.set_yticks(range(len(names)), names, fontsize=8)
+    # A dollar in a name begins no formula.
+    axes.set_yticks(range(len(names)), names, fontsize=8, parse_math=False)
     for label, histogram in zip(axes.get_yticklabels(), histograms, strict=True):
         if histogram.findings:
             label.set(color=_OUTSIDE, fontweight="bold")

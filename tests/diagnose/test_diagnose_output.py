@@ -137,6 +137,16 @@ def test_what_is_wrong_with_one_line_in_several_modules_is_said_once(tmp_path):
     assert "overflow \u25b6 block_1/a_module...long_name -->" in picture
 
 
+def test_a_name_in_a_picture_is_no_formula(tmp_path):
+    def fn(x):
+        with jax.named_scope("cost_in_$_of_$"):
+            return mean(square(product(x)))
+
+    diagnose(fn)(X).plot(tmp_path / "diagnosis.svg")
+    picture = (tmp_path / "diagnosis.svg").read_text("utf-8")
+    assert "cost_in_$_of_$ -->" in picture
+
+
 @pytest.mark.parametrize("loss_scale", [None, 1.0, 2.0**40])
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_a_picture_is_drawn(loss_scale, dtype, tmp_path):
