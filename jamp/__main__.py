@@ -279,15 +279,16 @@ def _load_function(target: str) -> Callable[..., Any]:
             "train:loss_fn, or file.py:function"
         )
     if module.endswith(".py"):
-        names = _load_file(module)
+        found = _load_file(module)
     else:
         sys.path.insert(0, "")
         with _users_code(f"importing {module}"):
-            names = vars(importlib.import_module(module))
+            found = importlib.import_module(module)
     missing = object()
-    found: Any = SimpleNamespace(**names)
     for part in name.split("."):
-        found = getattr(found, part, missing)
+        # A module may import what it is asked for.
+        with _users_code(f"importing {target}"):
+            found = getattr(found, part, missing)
         if found is missing:
             raise TargetError(f"{module} has no {name!r}")
     if not callable(found):
@@ -297,8 +298,8 @@ def _load_function(target: str) -> Callable[..., Any]:
 
 def _load_inputs(file: str) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     """Example inputs from a Python file that sets `args`, and `kwargs` if wanted."""
-    names = _load_file(file)
-    args, kwargs = names.get("args"), names.get("kwargs", {})
+    found = _load_file(file)
+    args, kwargs = getattr(found, "args", None), getattr(found, "kwargs", {})
     if not isinstance(args, (tuple, list)) or not isinstance(kwargs, Mapping):
         raise TargetError(
             f"{file} must set args, a tuple of the function's arguments, as in "
@@ -330,8 +331,8 @@ def _users_code(doing: str) -> Iterator[None]:
         sys.argv = given
 
 
-def _load_file(file: str) -> Mapping[str, Any]:
-    """The names of a file, which is run once also if another one imports it."""
+def _load_file(file: str) -> Any:
+    """What a file defines; it is run once also if another one imports it."""
     folder = Path(file).parent.resolve()
     path = folder / Path(file).name
     if not path.is_file():
@@ -344,8 +345,8 @@ def _load_file(file: str) -> Mapping[str, Any]:
         origin = loaded.__spec__ if loaded else found
         if origin is None or origin.origin != str(path):
             # Another module has its name, or it has none that can be imported.
-            return runpy.run_path(str(path))
-        return vars(importlib.import_module(path.stem))
+            return SimpleNamespace(**runpy.run_path(str(path)))
+        return importlib.import_module(path.stem)
 
 
 if __name__ == "__main__":

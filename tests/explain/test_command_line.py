@@ -125,6 +125,11 @@ class Model:
         return jnp.mean(x @ w)
 
 model = Model()
+
+def __getattr__(name):
+    if name == "lazy":
+        return loss_fn
+    raise AttributeError(name)
 """
 INPUTS = """
 import jax.numpy as jnp
@@ -146,7 +151,7 @@ def project(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize("target", ["train:loss_fn", "train.py:loss_fn"])
+@pytest.mark.parametrize("target", ["train:loss_fn", "train.py:loss_fn", "train:lazy"])
 def test_explain_prints_what_autocast_does_with_a_function(target, project, capsys):
     options = ["--device-type", "gpu", "--group", "equation"]
     assert main(["explain", target, "inputs.py", *options]) == 0
