@@ -101,13 +101,23 @@ def read_by(eqn: JaxprEqn) -> list[Any]:
 def contracted(eqn: JaxprEqn) -> list[Any]:
     """The sizes of the dimensions over which a product adds up."""
     left, right = (shape_of(var) for var in eqn.invars[:2])
-    if eqn.primitive.name == "dot_general":
-        (contracting, _), _ = eqn.params["dimension_numbers"]
-        return [left[d] for d in contracting]
     if eqn.primitive.name == "conv_general_dilated":
         return [right[d] for d in eqn.params["dimension_numbers"].rhs_spec[1:]]
-    # ragged_dot: every row of the left operand meets one of the matrices.
-    return [left[-1]]
+    ragged: Any = eqn.params.get("ragged_dot_dimension_numbers")
+    numbers = (
+        ragged.dot_dimension_numbers if ragged else eqn.params["dimension_numbers"]
+    )
+    (contracting, _), _ = numbers
+    return [left[d] for d in contracting]
+
+
+def adds_up_groups(eqn: JaxprEqn) -> bool:
+    """Whether each result of a product adds up the rows of one of several groups."""
+    ragged: Any = eqn.params.get("ragged_dot_dimension_numbers")
+    if ragged is None:
+        return False
+    (contracting, _), _ = ragged.dot_dimension_numbers
+    return not {*contracting}.isdisjoint(ragged.lhs_ragged_dimensions)
 
 
 def is_cheap(eqns: Sequence[JaxprEqn]) -> bool:

@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn
 
 from jamp import _dtypes, _primitives
 from jamp._dtypes import DType
-from jamp._equations.walks import contracted
+from jamp._equations.walks import adds_up_groups, contracted
 from jamp._plan.products import adds_nothing
 from jamp._policy.functions import Function
 from jamp._policy.policy import Policy
@@ -159,8 +159,11 @@ class Record:
     def flops(self) -> float:
         if not self.is_product:
             return 0.0
-        sizes = [*_dtypes.shape_of(self.eqn.outvars[0]), *contracted(self.eqn)]
-        return 2.0 * _dtypes.known_size(sizes)
+        shape = _dtypes.shape_of(self.eqn.outvars[0])
+        if adds_up_groups(self.eqn):
+            # All groups together have the rows; they are the result's first dimension.
+            shape = shape[1:]
+        return 2.0 * _dtypes.known_size([*shape, *contracted(self.eqn)])
 
     @property
     def computes_low(self) -> bool:

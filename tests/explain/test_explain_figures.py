@@ -186,6 +186,18 @@ def test_figures_are_those_of_the_rewritten_program(name):
         assert (report.casts, report.cast_bytes) == counted_casts(program)
 
 
+def test_a_ragged_product_and_its_gradients_take_as_many_operations_each():
+    sizes = jnp.array([8] * 8)
+    x, w, g = jnp.ones((64, 4)), jnp.ones((8, 4, 3)), jnp.ones((64, 3))
+
+    def fn(x, w, g):
+        y, gradients = jax.vjp(lambda x, w: lax.ragged_dot(x, w, sizes), x, w)
+        return y, gradients(g)
+
+    report = jamp.explain(fn, device_type="gpu")(x, w, g)
+    assert [op.flops for op in report.matmuls] == 3 * [2 * 64 * 4 * 3]
+
+
 @settings(max_examples=20, deadline=None)
 @given(
     widths=st.lists(st.integers(2, 9), min_size=2, max_size=5),
