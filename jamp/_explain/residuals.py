@@ -91,7 +91,8 @@ def _makers_of_results(jaxpr: Any, call: tuple[int, ...] = ()) -> list[Any]:
     for eqn in jaxpr.eqns:
         operands, name = list(map(maker_of, eqn.invars)), eqn.primitive.name
         made: list[Any] = [Residual(call, var, eqn) for var in eqn.outvars]
-        if all(operand is None for operand in operands):
+        if all(operand is None for operand in operands) and not eqn.effects:
+            # What a reference is made with is not all that is read from it.
             made = [None] * len(made)
         elif name in _LOOKED_INTO:
             (program,) = jaxprs_in_params(eqn.params)

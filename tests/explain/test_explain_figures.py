@@ -330,6 +330,18 @@ def test_what_comes_of_constants_alone_is_no_residual():
     assert report.residuals == ((), ())
 
 
+def test_what_is_read_from_a_reference_is_a_residual():
+    def fn(w):
+        ref = jax.new_ref(jnp.zeros_like(w))
+        ref[...] = jnp.sin(w)
+        h = ref[...]
+        return h * h
+
+    report = jamp.explain(fn, residuals=True, enabled=False)(X)
+    # The derivative of sin, and what both factors are.
+    assert [r.nbytes for r in report.residuals.as_written] == 2 * [4 * X.size]
+
+
 def test_residuals_are_those_of_the_first_argument_with_floats():
     def fn(key, w, *, scale):
         return (w @ w) * scale
