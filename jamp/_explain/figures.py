@@ -7,20 +7,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from string import digits
 from typing import Any, NamedTuple
 
 from jamp import _dtypes
+from jamp._explain.names import line_of, short_names, spans
 from jamp._explain.operations import Operation, counted, is_opaque
 from jamp._explain.residuals import Residuals
 from jamp._plan.records import Note, Origin, Record
 from jamp._policy.policy import Policy, entries
 from jamp._policy.rules import BUILTIN, Rule
-from jamp._tracing.locations import Location, stem_of
+from jamp._tracing.locations import stem_of
 from jamp._tracing.options import Options
 
 _LOW = frozenset(dtype.name for dtype in _dtypes.LOW_DTYPES)
-_SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "float64": "f64"}
 
 
 # Compared as objects: each holds the equations of its own trace.
@@ -234,16 +233,16 @@ class Row(Counted):
 
     @property
     def operands(self) -> tuple[str, ...]:
-        return _names(d for op in self.operations for d in op.record.operands)
+        return short_names(d for op in self.operations for d in op.record.operands)
 
     @property
     def results(self) -> tuple[str, ...]:
         records = [op.record for op in self.operations]
         if self.first.function is None:
-            return _names(d for record in records for d in record.returned)
+            return short_names(d for record in records for d in record.returned)
         # What one of them hands to another does not leave the function.
         read = {id(var) for record in records for var in record.eqn.invars}
-        leaving = _names(
+        leaving = short_names(
             dtype
             for record in records
             if record.returns
@@ -251,7 +250,7 @@ class Row(Counted):
             if found and id(var) not in read
             for dtype in found.dtypes
         )
-        return leaving or _names(records[-1].results)
+        return leaving or short_names(records[-1].results)
 
     @property
     def notes(self) -> tuple[Note, ...]:
@@ -266,38 +265,6 @@ class Row(Counted):
         """The user's line, and the one of a library that it led to."""
         lines = map(line_of, (self.first.location, self.first.library))
         return " > ".join(filter(None, lines))
-
-
-def spans(names: Iterable[str]) -> str:
-    """Names in words: of three or more that count on, the first and the last.
-
-    So too of what would be more than four words.
-    """
-    found: list[list[str]] = []
-    for name in names:
-        stem = name.rstrip(digits)
-        number = name[len(stem) :]
-        if found and number and found[-1][-1] == f"{stem}{int(number) - 1}":
-            found[-1].append(name)
-        else:
-            found.append([name])
-    if len(found) > 4:
-        found = [[*chain(*found)]]
-    ends = ([" ... ".join((s[0], s[-1]))] if len(s) > 2 else s for s in found)
-    return ", ".join(chain(*ends))
-
-
-def short(dtype: Any) -> str:
-    return _SHORT.get(str(dtype), str(dtype))
-
-
-def _names(dtypes: Iterable[Any]) -> tuple[str, ...]:
-    found = dict.fromkeys(d for d in dtypes if d is not None)
-    return tuple(dict.fromkeys(map(short, found)))
-
-
-def line_of(found: Location | None) -> str:
-    return found.short if found else ""
 
 
 class PolicyEntry(NamedTuple):

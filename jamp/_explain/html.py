@@ -8,7 +8,8 @@ from linecache import getline
 from string import Template
 
 from jamp import _dtypes
-from jamp._explain.figures import Counted, Figures, Module, Row, runs, short
+from jamp._explain.figures import Counted, Figures, Module, Row, runs
+from jamp._explain.names import short
 from jamp._explain.residuals import bytes_by_dtype
 from jamp._explain.text import FIGURES, amount, conversions, figures, size
 

@@ -21,7 +21,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from jamp import _dtypes, _primitives
 from jamp._equations.walks import closed
-from jamp._explain.figures import line_of
+from jamp._explain.names import line_of
 from jamp._plan.plan import Action, Bind, Broadcast, Float32Call, Plan, Structural
 from jamp._plan.values import Value
 from jamp._tracing.locations import Location, location

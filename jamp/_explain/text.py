@@ -5,7 +5,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
-from jamp._explain.figures import Counted, Figures, Row, line_of, runs, short
+from jamp._explain.figures import Counted, Figures, Row, runs
+from jamp._explain.names import line_of, short
 from jamp._explain.residuals import bytes_by_dtype
 from jamp._plan.records import Note
 
