@@ -53,9 +53,20 @@ class Counted:
         """Floating-point operations of all matmuls and convolutions."""
         return sum(op.flops for op in self.operations)
 
+    @property
+    def knows_flops(self) -> bool:
+        """Whether `flops` are of all matmuls: none has a size that is unknown, or 0."""
+        return all(op.record.flops for op in self.matmuls)
+
     @cached_property
     def low_flop_share(self) -> float:
-        """Share, from 0 to 1, of `flops` that run on 16-bit operands."""
+        """Share, from 0 to 1, of `flops` that run on 16-bit operands.
+
+        Of the number of matmuls where `flops` are not those of all, as of symbolic
+        shapes.
+        """
+        if not self.knows_flops:
+            return self.low_matmuls / max(runs(self.matmuls), 1)
         low = sum(op.flops for op in self.operations if op.record.computes_low)
         return low / self.flops if self.flops else 0.0
 
@@ -341,6 +352,7 @@ class Figures(Counted):
         reasons = ", ".join(sorted({op.reason for op in wide}))
         names, opaque = counted(self.unknown), counted(filter(is_opaque, self.records))
         added = ", ".join(str(entry) for entry in self.unused if entry.added)
+        share = f" ({1 - self.low_flop_share:.1%} of their FLOPs)"
         sentences = [
             (0 < len(wide) == len(matmuls), f"NO MATMUL RUNS IN 16 BITS: {reasons}"),
             (names, f"ran as traced, because the policy does not know them: {names}"),
@@ -348,9 +360,8 @@ class Figures(Counted):
             (added, f"entries added to the policy that decided about nothing: {added}"),
             (
                 0 < len(wide) < len(matmuls),
-                f"{runs(wide)} of {runs(matmuls)} matmuls and convolutions "
-                f"({1 - self.low_flop_share:.1%} of their FLOPs) do not run in 16 "
-                f"bits: {reasons}",
+                f"{runs(wide)} of {runs(matmuls)} matmuls and convolutions"
+                f"{share if self.knows_flops else ''} do not run in 16 bits: {reasons}",
             ),
         ]
         return (*(sentence for holds, sentence in sentences if holds), *self.risks)

@@ -59,7 +59,7 @@ def _cards(report: Figures, flops: Mapping[str, int]) -> Iterator[str]:
     cards = [
         (
             "FLOPs in 16 bits",
-            f"{report.low_flop_share:.1%}",
+            f"{report.low_flop_share:.1%}" if report.knows_flops else "not known",
             _bar(flops),
             f"{report.low_matmuls} of {runs(report.matmuls)} matmuls and "
             f"convolutions, {amount(report.flops, 'FLOP')}",

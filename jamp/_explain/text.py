@@ -30,10 +30,11 @@ def text(report: Figures, group: str) -> str:
 
 def summary(report: Figures) -> Iterator[str]:
     count = len(report.operations)
+    share = f" ({report.low_flop_share:.1%} of FLOPs)" if report.knows_flops else ""
     yield (
         f"{count} equation{'s' * (count != 1)}, {report.casts} casts inserted, "
         f"{report.low_matmuls} of {runs(report.matmuls)} matmuls and convolutions in "
-        f"16 bits ({report.low_flop_share:.1%} of FLOPs)"
+        f"16 bits{share}"
     )
     yield (
         f"all results together take {size(sum(report.result_bytes.values()))}, "
@@ -166,7 +167,8 @@ def conversions(counted: Counted) -> str:
 def figures(counted: Counted) -> tuple[str, ...]:
     """The cells of the columns `FIGURES`; empty for zero."""
     flops = amount(counted.flops) if counted.flops else ""
-    share = f"{counted.low_flop_share:.1%}" if counted.flops else ""
+    known = counted.flops and counted.knows_flops
+    share = f"{counted.low_flop_share:.1%}" if known else ""
     nbytes = sum(counted.result_bytes.values())
     return flops, share, size(nbytes) if nbytes else "", str(counted.casts or "")
 

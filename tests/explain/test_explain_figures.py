@@ -198,6 +198,23 @@ def test_a_ragged_product_and_its_gradients_take_as_many_operations_each():
     assert [op.flops for op in report.matmuls] == 3 * [2 * 64 * 4 * 3]
 
 
+def test_of_symbolic_shapes_the_share_in_16_bits_is_that_of_the_products():
+    (rows,) = jax.export.symbolic_shape("n")
+    x = jax.ShapeDtypeStruct((rows, 6), jnp.float32)
+
+    def fn(x, w):
+        h = x @ w
+        with jamp.autocast(enabled=False):
+            return h @ w
+
+    assert jamp.explain(lambda x, w: x @ w)(x, X).low_flop_share == 1
+    report = jamp.explain(fn)(x, X)
+    assert report.low_flop_share == 0.5
+    assert report.warnings[0].startswith("1 of 2 matmuls and convolutions do not run")
+    assert "% of FLOPs" not in str(report)
+    assert "not known" in report.to_html()
+
+
 @settings(max_examples=20, deadline=None)
 @given(
     widths=st.lists(st.integers(2, 9), min_size=2, max_size=5),
