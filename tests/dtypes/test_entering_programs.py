@@ -81,6 +81,19 @@ def test_a_gate_that_is_scanned_over_forgets_as_in_float32(device_type):
     assert error(found, network(W)) < 8 * roundoff
 
 
+@pytest.mark.parametrize("device_type", POLICIES)
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_branch_without_operations_may_be_given_float32(taken, device_type):
+    def loss(w):
+        centred = lambda h: h - jnp.mean(h, axis=-1, keepdims=True)  # noqa: E731
+        h = jax.lax.cond(taken, centred, lambda h: h, X @ w)
+        return jnp.mean(h**2)
+
+    dtype, roundoff = POLICIES[device_type]
+    fn = jamp.autocast(jax.grad(loss), device_type=device_type, dtype=dtype)
+    assert error(fn(W), jax.grad(loss)(W)) < 8 * roundoff
+
+
 def test_what_a_product_reads_inside_enters_in_16_bits():
     def fn(w):
         step = lambda c, x: (c, (1 - x) @ w + jnp.sum(x))  # noqa: E731

@@ -63,7 +63,12 @@ class Rewritten:
     def hold(self, action: Run, plans: Iterable[Plan]) -> None:
         """Notes which programs an action holds by now."""
         record = self._records[id(action.caster.record)]
+        plans = [*plans]
         record.inner = [plan.records for plan in plans]
+        # What a program without equations casts has no record of its own.
+        for plan in plans:
+            if not plan.records:
+                record.casts += map(_conversion, _all_casts(plan.actions))
 
     def call(self, action: Structural, operands: Values, results: Values) -> None:
         """Notes what an action takes and gives by now."""
@@ -129,12 +134,21 @@ class Rewritten:
         return read
 
     def _note_casts(self, actions: Iterable[Action]) -> None:
-        for made in reversed([*chain.from_iterable(map(_casts, actions))]):
-            # What is cast for no equation counts with the first.
-            key = id(made.caster.record) if made.caster else next(iter(self._records))
-            value = made.operands[0]
-            conversion = Conversion(value.dtype, made.dtype, value.aval.shape)
-            self._records[key].casts.insert(0, conversion)
+        # What is cast for no equation counts with the first.
+        first = next(iter(self._records), None)
+        for made in reversed([*_all_casts(actions)]):
+            key = id(made.caster.record) if made.caster else first
+            if key is not None:
+                self._records[key].casts.insert(0, _conversion(made))
+
+
+def _conversion(cast: Cast) -> Conversion:
+    value = cast.operands[0]
+    return Conversion(value.dtype, cast.dtype, value.aval.shape)
+
+
+def _all_casts(actions: Iterable[Action]) -> Iterator[Cast]:
+    return chain.from_iterable(map(_casts, actions))
 
 
 def _casts(action: Action) -> Iterator[Cast]:
