@@ -166,6 +166,11 @@ def dims_after(eqn: JaxprEqn, dims: Dims, new: bool) -> Dims:
         return dims
     before, after = map(_dtypes.shape_of, (eqn.invars[0], eqn.outvars[0]))
     if name in ("reshape", "squeeze"):
+        order = eqn.params["dimensions"] if name == "reshape" else None
+        if order is not None:
+            # They change places first.
+            before = tuple([before[d] for d in order])
+            dims = tuple([order.index(d) for d in dims])
         return _reshaped(before, after, dims, new)
     places: Sequence[int] = range(len(after) - len(before), len(after))
     if name == "broadcast_in_dim":
