@@ -5,10 +5,10 @@ Equations that hold programs are left to `jamp._plan.programs` and
 """
 
 import warnings
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from functools import partial
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.extend.core import JaxprEqn
@@ -18,6 +18,7 @@ from jamp._dtypes import FLOAT32, LOW_DTYPES, DType, eligible, exceeds_16_bits
 from jamp._errors import BannedOpError, JampWarning
 from jamp._plan.equation import Environment, Equation
 from jamp._plan.listed_calls import ListedCall, plan_listed_call
+from jamp._plan.placed import Placed, by_call
 from jamp._plan.plain_equations import (
     plan_as_traced,
     plan_convert,
@@ -78,16 +79,6 @@ def plan_program(
         for value, dtype in zip_longest(plan.results, dtypes)
     ]
     return spare_roundings(plan)
-
-
-class _Placed(NamedTuple):
-    """An equation, and the scope, region and call of a listed function around it."""
-
-    eqn: JaxprEqn
-    scope: Scope
-    user: Ruling | None = None
-    call: locations.Call | None = None
-    key: locations.FrameKey | None = None
 
 
 class _Planner:
@@ -162,7 +153,7 @@ class _Planner:
         self, eqns: Sequence[JaxprEqn], start: int, env: Environment, context: Context
     ) -> None:
         """Plans equations, the first of which is number `start` of its program."""
-        for group in self._calls(eqns, context):
+        for group in by_call(self._placed(eqns, context), start, env):
             eqn, scope, user, call, _ = group[0]
             if call is None:
                 self._plan_equation(eqn, env, context._replace(scope=scope), user)
@@ -174,20 +165,7 @@ class _Planner:
                 )
             start += len(group)
 
-    def _calls(
-        self, eqns: Sequence[JaxprEqn], context: Context
-    ) -> Iterator[list[_Placed]]:
-        """Groups equations by the call of a listed function that they stand in."""
-        group: list[_Placed] = []
-        for one in self._placed(eqns, context):
-            if group and not _continues(group, one):
-                yield group
-                group = []
-            group.append(one)
-        if group:
-            yield group
-
-    def _placed(self, eqns: Sequence[JaxprEqn], context: Context) -> list[_Placed]:
+    def _placed(self, eqns: Sequence[JaxprEqn], context: Context) -> list[Placed]:
         known = None
         # A layer may have begun before the code that it was handed.
         while known != len(self._opened):
@@ -195,22 +173,22 @@ class _Planner:
             placed = [self._place(eqn, context) for eqn in eqns]
         return placed
 
-    def _place(self, eqn: JaxprEqn, context: Context) -> _Placed:
+    def _place(self, eqn: JaxprEqn, context: Context) -> Placed:
         scope = self._scope_of(eqn, context.scope)
         user = user_ruling(scope)
         if user is not None or context.forced is not None:
-            return _Placed(eqn, scope, user)
+            return Placed(eqn, scope, user)
         key = self._key_of(eqn)
         if key is None:
             self._warn_no_traceback()
-            return _Placed(eqn, scope)
+            return Placed(eqn, scope)
         for call in self._functions(scope.options.policy).calls(key):
             if call.function in context.functions or call.key in self._opened:
                 continue
             if not (call.function.own_code and locations.is_others(eqn, call)):
-                return _Placed(eqn, scope, None, call, key)
+                return Placed(eqn, scope, None, call, key)
             self._opened.add(call.key)
-        return _Placed(eqn, scope, None, None, key)
+        return Placed(eqn, scope, None, None, key)
 
     def _scope_of(self, eqn: JaxprEqn, around: Scope) -> Scope:
         known = self._scopes.get(eqn)
@@ -359,15 +337,3 @@ def _promoted(eqn: JaxprEqn, operands: Values) -> Origin | None:
     dtypes = [value.dtype for value in operands[:2]]
     rounds = any(map(exceeds_16_bits, dtypes)) and any(map(eligible, dtypes))
     return Origin.INTEGERS if rounds else None
-
-
-def _continues(group: Sequence[_Placed], one: _Placed) -> bool:
-    """Whether an equation belongs to the call that a group of equations stands in."""
-    first = group[0]
-    if one.call is None or first.call is None or one.call.key != first.call.key:
-        return False
-    if one.scope is not first.scope and one.scope != first.scope:
-        return False
-    # Back at the first instruction: the call was made anew, as in a Python loop. What a
-    # jitted function inlines has one and the same frames throughout.
-    return one.key != first.key or group[-1].key == first.key

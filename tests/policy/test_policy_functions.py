@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import math
 import sys
 
 import jax
@@ -76,6 +77,48 @@ def test_calls_on_one_line_have_each_its_own_dtype(function):
 
     both = jamp.autocast(fn, device_type="cpu")(jnp.ones((2, 4, 4)), jnp.ones((5, 6)))
     assert [result.dtype.name for result in both] == ["bfloat16", "float32"]
+
+
+def move(y):
+    d = jnp.tanh(y)
+    return y + 3e-3 * d
+
+
+def moves(y):
+    for _ in range(100):
+        d = jnp.tanh(y)
+        y = y + 3e-3 * d
+    return y
+
+
+def parts(y):
+    return math.prod([jnp.tanh(5 * y) for _ in range(100)])
+
+
+def calls(y):
+    for _ in range(100):
+        y = move(y)
+    return y
+
+
+@pytest.mark.parametrize("fn", [moves, parts, calls])
+def test_a_python_loop_in_a_function_is_rounded_once(fn):
+    policy = jamp.Policy.load("cpu").with_rules(internal_float32=[moves, parts, move])
+    y = jnp.ones(4, jnp.bfloat16)
+    found = jamp.autocast(fn, policy=policy)(y)
+    np.testing.assert_array_equal(found, fn(np.ones(4, np.float32)).astype(found.dtype))
+
+
+def test_a_call_whose_result_is_read_elsewhere_is_rounded():
+    def fn(y):
+        made = [y]
+        for _ in range(3):
+            made.append(move(made[-1]))
+        return made, move(move(y))
+
+    policy = jamp.Policy.load("cpu").with_rules(internal_float32=[move])
+    made, last = jamp.autocast(fn, policy=policy)(jnp.ones(4, jnp.bfloat16))
+    assert all((y == 1).all() for y in (*made, last))
 
 
 @pytest.mark.parametrize("device", ["gpu", "cpu"])
