@@ -106,12 +106,12 @@ CHEAP = (
         "stop_gradient transpose unstack",
     )
 )
-# Linear algebra without 16-bit kernels. Some releases of JAX refuse 16-bit operands of
-# them while a program is traced, others later; code around them asks for their dtype's
-# eps.
+# They have no 16-bit kernels. Of linear algebra some releases of JAX refuse 16-bit
+# operands while a program is traced, others later; code around it asks for their
+# dtype's eps.
 FLOAT32_ONLY = _names(
-    "cholesky eig eigh geqrf householder_product lu ormqr qr schur svd",
-    "triangular_solve tridiagonal_solve",
+    "cholesky complex eig eigh fft geqrf hessenberg householder_product lu ormqr qr",
+    "schur svd triangular_solve tridiagonal tridiagonal_solve",
 )
 # Equations that only call one program, and the parameter that holds it.
 CALLS = {

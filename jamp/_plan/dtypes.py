@@ -43,6 +43,10 @@ def choose(rule: Rule, eqn: JaxprEqn, operands: Values, low: DType) -> Dtypes:
         return Dtypes(
             tuple([_dtypes.dtype_of(v) if x.eligible else None for v, x in pairs])
         )
+    given = low if rule is Rule.LOWER else _activation(operands)
+    # There is no 16-bit kernel: only the result is as the rule has it.
+    if eqn.primitive.name in _primitives.FLOAT32_ONLY and rule is not Rule.FLOAT32:
+        rule = Rule.INTERNAL_FLOAT32
     if rule in (Rule.PROMOTE, Rule.INTERNAL_FLOAT32) and reduces_fully(eqn, operands):
         return Dtypes(_each(operands, FLOAT32), (), _TO_ONE)
     if rule is Rule.PROMOTE:
@@ -52,7 +56,7 @@ def choose(rule: Rule, eqn: JaxprEqn, operands: Values, low: DType) -> Dtypes:
     if any(destroyed(value, dtype) for value in operands):
         dtype = FLOAT32
     rounds = rule is Rule.INTERNAL_FLOAT32
-    results = (_activation(operands),) * len(eqn.outvars) if rounds else ()
+    results = (given,) * len(eqn.outvars) if rounds else ()
     return Dtypes(_each(operands, dtype), results)
 
 

@@ -79,6 +79,7 @@ def _bound_to_dtypes(eqn: JaxprEqn) -> Origin | None:
     if name in _primitives.PRODUCTS:
         return Origin.PRECISION if explicit_precision(eqn) else None
     opaque = holds_program(eqn) and name not in _primitives.SCATTERS
+    opaque |= name == "bitcast_convert_type"
     return Origin.OPAQUE if opaque else None
 
 

@@ -6,8 +6,11 @@ from contextlib import nullcontext
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax import lax
 from jaxprs import dtypes, matmul_dtypes, traced
+from tables import check_each
 
 import jamp
 
@@ -194,6 +197,53 @@ def test_a_scope_beats_a_function_which_beats_a_primitive_which_beats_the_defaul
     assert jamp.autocast(scoped, policy=primitive)(low).dtype == F16
     assert jamp.autocast(scoped, policy=function)(low).dtype == F32
     assert jamp.autocast(scoped, policy=scope)(low).dtype == F16
+
+
+# With whether their results may have 16 bits, which bits and complex numbers may not.
+WITHOUT_16_BITS = {
+    "cholesky": (jnp.linalg.cholesky, True),
+    "eigh": (lax.linalg.eigh, True),
+    "lu": (lambda x: lax.linalg.lu(x)[0], True),
+    "qr": (lax.linalg.qr, True),
+    "svd": (lax.linalg.svd, True),
+    "triangular solve": (lambda x: lax.linalg.triangular_solve(x, x), True),
+    "rfft": (jnp.fft.rfft, False),
+    "complex": (lambda x: lax.complex(x, x), False),
+    "bits": (lambda x: lax.bitcast_convert_type(x, jnp.int32), False),
+}
+POLICIES = {"gpu": F16, "cpu": BF16}
+
+
+@pytest.mark.parametrize("rule", ["lower", "promote"])
+@pytest.mark.parametrize("device_type", POLICIES)
+def test_what_has_no_16_bit_kernel_computes_in_float32(rule, device_type):
+    policy = jamp.Policy.load(device_type).scoped("here", rule)
+    x = 4 * jnp.eye(4) + jnp.tri(4) + jnp.tri(4).T  # exact in 16 bits
+
+    def check(name):
+        fn, rounds = WITHOUT_16_BITS[name]
+
+        def scoped(x):
+            low = x @ jnp.eye(4)
+            with jax.named_scope("here"):
+                return fn(low)
+
+        found = jax.tree.leaves(jamp.autocast(scoped, policy=policy)(x))
+        for one, other in zip(found, jax.tree.leaves(fn(x)), strict=True):
+            assert one.dtype == (POLICIES[device_type] if rounds else other.dtype)
+            np.testing.assert_allclose(one.astype(other.dtype), other, 0.02, 0.01)
+
+    check_each(WITHOUT_16_BITS, check)
+
+
+def test_an_inverse_in_a_lowered_scope_has_16_bits():
+    def scoped(x):
+        with jax.named_scope("here"):
+            return jnp.linalg.inv(x)
+
+    found = jamp.autocast(scoped, policy=GPU.scoped("here", "lower"))(4 * jnp.eye(4))
+    assert found.dtype == F16
+    np.testing.assert_array_equal(found, jnp.eye(4) / 4)
 
 
 def test_a_disabled_region_beats_a_scope_and_a_function():
