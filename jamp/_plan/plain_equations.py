@@ -57,8 +57,10 @@ def _plan_biased_product(equation: Equation) -> list[Value] | None:
     if not (promotes and castable and caster.options.device_type == "cpu"):
         return None
     product = product_and_bias(*operands)
-    wide = product and keep_float32(product, caster.plan)
-    if not (product and wide):
+    if product is None:
+        return None
+    wide = keep_float32(product, caster.plan)
+    if wide is None:
         return None
     taken = [wide if value is product else value for value in operands]
     floating = Dtypes((FLOAT32, FLOAT32))
