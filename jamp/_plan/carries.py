@@ -210,20 +210,22 @@ def left_by(results: Values, carry: Values, depth: int) -> list[Traits]:
         return found
 
     return [
-        handed_on(
-            value,
-            activation=value.traits.activation,
-            sum_dtype=value.traits.sum_dtype,
-            origins=frozenset(origins(place, value)),
-        )
+        handed_on(value, origins=frozenset(origins(place, value)))
         for place, value in enumerate(results)
     ]
 
 
-def handed_on(value: Value, **traits: Any) -> Traits:
+def handed_on(value: Value, **others: Any) -> Traits:
     """What is known of a value that enters a program in parts, or leaves a loop."""
     known = value.traits
-    return Traits(probability=known.probability, rounded_to=known.rounded_to, **traits)
+    kept = Traits(
+        activation=known.activation,
+        probability=known.probability,
+        rounded_to=known.rounded_to,
+        sum_dtype=known.sum_dtype,
+        origins=known.origins,
+    )
+    return kept._replace(**others)
 
 
 def meet(dtypes: Sequence[Any]) -> Any:

@@ -92,16 +92,7 @@ def plan_shard_map(equation: Equation) -> list[Value]:
 def _parts(avals: Iterable[Any], values: Values) -> list[Value]:
     """Parts of arrays, of which less is known."""
     return [
-        Value.of(
-            aval,
-            value.dtype,
-            handed_on(
-                value,
-                activation=value.traits.activation,
-                sum_dtype=value.traits.sum_dtype,
-                origins=value.traits.origins,
-            ),
-        )
+        Value.of(aval, value.dtype, handed_on(value))
         for aval, value in zip(avals, values, strict=True)
     ]
 
