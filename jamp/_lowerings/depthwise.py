@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jamp._dtypes import FLOAT32, DType
+from jamp._lowerings.own_primitives import varying_like
 from jamp._lowerings.pictures import ConvParams, arranged, padded, window_sizes
 
 # Of so many rows of a picture at a time the products are added up before the sums of
@@ -128,6 +129,7 @@ def gradient_of_depthwise(
         ]
 
     zeros = jnp.zeros((outs[0], *places, pictures.shape[-1]), FLOAT32)
+    zeros = varying_like(zeros, pictures, cotangents)
     parts = pictures.shape[0] * rows.parts
     totals = lax.fori_loop(0, parts, add, [zeros] * len(others))
     summed = [total.sum(range(1, total.ndim - 1)) for total in totals]

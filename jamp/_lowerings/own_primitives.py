@@ -113,6 +113,17 @@ def has_whole_arrays(ctx: mlir.LoweringRuleContext) -> bool:
     return manual or (is_for_one_device(ctx) and not mesh.explicit_axes)
 
 
+def varying_like(array: Any, *others: Any) -> Any:
+    """An array that varies over the axes of a mesh over which any of others does.
+
+    It is another than the one given only inside of a `jax.shard_map` that checks this.
+    """
+    # No documented name gives these axes, but JAX's messages say how to ask for them.
+    own, *of_others = (jax.typeof(value).mat.varying for value in (array, *others))
+    more = sorted(frozenset().union(*of_others) - own, key=str)
+    return jax.lax.pcast(array, tuple(more), to="varying") if more else array
+
+
 def with_rules_of_jax(own: Primitives) -> None:
     """Gives primitives the rules of those of JAX's that they stand for.
 

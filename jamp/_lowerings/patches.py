@@ -138,7 +138,7 @@ def _in_parts(
     All are written into one array, or XLA would write those of a picture twice.
     """
     one = jax.eval_shape(lambda lhs: of_rows(*fold(lhs, 0), 0), lhs)
-    lhs, zeros = zeros_after(lhs, (*parts, *one.shape), one.dtype)
+    lhs, zeros = zeros_after(lhs, (*parts, *one.shape), one)
 
     def write_some(some: Any, results: Any) -> Any:
         folded, steps = fold(lhs, some)

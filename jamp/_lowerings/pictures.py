@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jamp._dtypes import BFLOAT16, DType
+from jamp._dtypes import BFLOAT16
+from jamp._lowerings.own_primitives import varying_like
 from jamp._lowerings.releases import KEEPS_BARRIERS, MOVES_BFLOAT16_AS_FLOAT32
 
 
@@ -56,21 +57,26 @@ def rounded(array: Any) -> Any:
     return as_bits(lax.convert_element_type(array, BFLOAT16))
 
 
-def zeros_after(array: Any, shape: Sequence[int], dtype: DType) -> tuple[Any, Any]:
+def zeros_after(array: Any, shape: Sequence[int], some: Any) -> tuple[Any, Any]:
     """An array, and zeros that XLA writes when the array is there.
 
     Zeros that depend on nothing it would write first of all, and keep until then.
+
+    Args:
+      array: the array.
+      shape: the shape of the zeros.
+      some: an array, or its type, that is like what a loop puts in their place.
     """
     if KEEPS_BARRIERS:
-        array, zero = lax.optimization_barrier((array, np.zeros((), dtype)))
+        array, zero = lax.optimization_barrier((array, np.zeros((), some.dtype)))
     else:
         # XLA does not know that nothing is left of these bits.
         first = lax.slice(array, [0] * array.ndim, [1] * array.ndim).reshape(())
         kind = jnp.dtype(f"uint{8 * array.dtype.itemsize}")
         bits = lax.bitcast_convert_type(first, kind)
         width = np.asarray(8 * array.dtype.itemsize, kind)
-        zero = lax.shift_right_logical(bits, width).astype(dtype)
-    return array, lax.broadcast(zero, shape)
+        zero = lax.shift_right_logical(bits, width).astype(some.dtype)
+    return array, varying_like(lax.broadcast(zero, shape), some)
 
 
 def arranged(result: Any, places: Sequence[int], out_spec: Sequence[int]) -> Any:

@@ -58,7 +58,7 @@ def by_places(
         return multiply(rounded(lhs), rhs, to)
     first = jax.eval_shape(partial(multiply, to=FLOAT32), lhs, rhs)
     rhs = as_bits(rhs)
-    rhs, zeros = zeros_after(rhs, first.shape, FLOAT32)
+    rhs, zeros = zeros_after(rhs, first.shape, first)
 
     def add(total: Any, start: Any) -> tuple[Any, None]:
         some, weights = (
