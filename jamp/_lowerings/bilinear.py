@@ -20,7 +20,13 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 from jamp._dtypes import FLOAT32, in_dtype
 from jamp._equations.binding import evaluated
 from jamp._lowerings.late_casts import lower_with_weights
-from jamp._lowerings.own_primitives import Operation, like, missing, register
+from jamp._lowerings.own_primitives import (
+    Operation,
+    like,
+    missing,
+    register,
+    varying_like,
+)
 from jamp._lowerings.reversed_weights import lower_reversed
 from jamp._lowerings.unrounded_operands import lower_unrounded
 
@@ -236,7 +242,8 @@ def run_as(
     if of_jax not in primitives:
         # It is empty.
         shape = program.out_avals[0].shape
-        return jax.numpy.zeros(shape, params["preferred_element_type"])
+        zeros = jax.numpy.zeros(shape, params["preferred_element_type"])
+        return varying_like(zeros, *low)
     at = primitives.index(of_jax)
     eqn = jaxpr.eqns[at]
 
