@@ -60,7 +60,14 @@ def _define(
     def transpose(cotangent: Any, result: Any, along: Any) -> list[Any]:
         if isinstance(cotangent, ad.Zero):
             return [None, ad.Zero(along.aval)]
-        return [None, product.bind(result, cotangent)]
+        shape, made = along.aval.shape, cotangent.shape
+        # Of a batch, all may have one tangent in common.
+        shared = [d for d, size in enumerate(made) if shape[d : d + 1] != (size,)]
+        if not shared:
+            return [None, product.bind(result, cotangent)]
+        terms = product.bind(widened(result), widened(cotangent))
+        total = lax.reshape(lax.reduce_sum(terms, shared), shape)
+        return [None, total.astype(along.aval.dtype)]
 
     register(primitive, run)
     register(product, multiply)

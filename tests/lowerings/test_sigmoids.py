@@ -96,3 +96,26 @@ def test_derivatives_to_the_second_order(known):
     check_grads(jax.vmap(jax.vmap(own)), (x.reshape(7, 1),), 2, atol=2e-2, rtol=2e-2)
     hessians = (jax.vmap(jax.hessian(fn)) for fn in (own, jaxs))
     np.testing.assert_allclose(*(fn(x) for fn in hessians), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(), (4,)], ids=["a number", "an array"])
+@each_device
+@each_function
+def test_gradients_of_a_tangent_that_all_examples_share_are_rounded_once(
+    name, device, shape
+):
+    x = jax.random.normal(jax.random.key(0), (200, *shape), LOW[device])
+    along = jnp.ones(shape, x.dtype)
+
+    def slopes(fn):
+        def total(along):
+            _, tangents = jax.vmap(lambda x: jax.jvp(fn, (x,), (along,)))(x)
+            return jnp.sum(tangents.astype(jnp.float32))
+
+        return jax.grad(total)
+
+    found = jax.jit(slopes(cast(name, device)))(along)
+    assert found.dtype == x.dtype
+    result = exact(jax.jit(cast(name, device))(x))
+    expected = FUNCTIONS[name][2](result).sum(0)
+    assert_rounded_once(found, expected, 0)
