@@ -238,13 +238,15 @@ def _by_xla(
     lhs: Any, rhs: Any, conv: ConvParams, to: DType, out_sharding: Any = None
 ) -> Any:
     lhs, rhs = (lax.convert_element_type(array, FLOAT32) for array in (lhs, rhs))
-    result = lax.conv_general_dilated(
-        lhs,
-        rhs,
-        **conv._asdict(),
-        precision=PRECISION,
-        out_sharding=out_sharding,
-    )
+    params = {
+        **conv._replace(padding=tuple(conv.padding))._asdict(),
+        "precision": PRECISION,
+        "preferred_element_type": None,
+        "out_sharding": out_sharding,
+    }
+    # The public function takes no padding that depends on sizes that are not known.
+    of_jax = lax.conv_general_dilated_p
+    result = of_jax.bind(lhs, rhs, **of_jax.get_bind_params(params))
     return lax.convert_element_type(result, to)
 
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from convolutions import CONVOLUTIONS, IN_PARTS, NHWC, example
-from jax import lax
-from products import assert_equal_derivatives, cast
+from jax import export, lax
+from products import assert_equal_derivatives, cast, integers
 
 import jamp
 from jamp._dtypes import BFLOAT16, FLOAT32
@@ -194,6 +194,16 @@ def test_weights_that_are_stored_in_16_bits_convolve_alike():
     x, w = (jax.random.normal(jax.random.key(i), (5, 5, 5, 5)) for i in range(2))
     fn = jax.jit(cast(lambda w, x: lax.conv_general_dilated(x, w, (1, 1), "SAME")))
     np.testing.assert_array_equal(fn(w, x), fn(w.astype(jnp.bfloat16), x))
+
+
+def test_a_convolution_of_pictures_of_any_size_can_be_exported():
+    """Its padding depends on the size."""
+    options = dict(padding="SAME", dimension_numbers=NHWC)
+    fn = jax.jit(cast(lambda x, w: lax.conv_general_dilated(x, w, (2, 2), **options)))
+    x, w = (integers(i, s) for i, s in enumerate([(2, 7, 7, 3), (3, 3, 3, 4)]))
+    shape = export.symbolic_shape("b, h, h, 3")
+    exported = export.export(fn)(jax.ShapeDtypeStruct(shape, x.dtype), w)
+    np.testing.assert_array_equal(exported.call(x, w), fn(x, w))
 
 
 def test_a_place_in_the_window_may_be_far_from_the_first():
