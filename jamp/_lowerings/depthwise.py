@@ -120,7 +120,8 @@ def gradient_of_depthwise(
         return [
             sum(
                 (
-                    _slice(some, row, place, places, conv, rows) * by[row]
+                    _slice(some, row, place, places, conv, rows)
+                    * lax.expand_dims(by[row], (0,))
                     for row in range(rows.size)
                 ),
                 total,
