@@ -96,17 +96,25 @@ def warn_if_slow(dtype: DType) -> None:
             "saves no time with it. bfloat16 is the dtype for CPUs"
         )
     elif processor.gains is False:
-        what = "16-bit products" if dtype == FLOAT16 else "bfloat16"
-        problem = f"this processor has no instructions for {what} (AVX512-BF16 or AMX)"
-        if processor.is_held_back:
-            problem = (
-                "this processor multiplies 16 bits no faster than float32 "
-                "(AVX512-BF16; its AMX is hidden)"
-            )
+        # Convolutions become products of patches on x86 alone.
+        saved = "time in convolutions at most" if processor.of_x86 else "no time"
         text = (
-            f"{problem}: autocast saves time in convolutions at most. "
-            "jamp.autocast(fn, enabled=False) runs fn as written"
+            f"this processor {_slow_because(processor, dtype)}: autocast saves "
+            f"{saved}. jamp.autocast(fn, enabled=False) runs fn as written"
         )
     else:
         return
     warnings.warn(text, JampWarning, stacklevel=users_level())
+
+
+def _slow_because(processor: Processor, dtype: DType) -> str:
+    if processor.is_held_back:
+        return (
+            "multiplies 16 bits no faster than float32 (AVX512-BF16; its AMX is hidden)"
+        )
+    if processor.of_x86:
+        what = "16-bit products" if dtype == FLOAT16 else "bfloat16"
+        return f"has no instructions for {what} (AVX512-BF16 or AMX)"
+    if dtype == FLOAT16:
+        return "multiplies float16 no faster than float32 in XLA"
+    return "has no instructions for bfloat16 (BF16)"

@@ -66,6 +66,21 @@ def test_the_warning_names_what_is_asked_for_and_the_users_line_in_jit(dtype, wo
     assert [warning.filename for warning in caught] == [__file__]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "words"),
+    [
+        (jnp.bfloat16, r"for bfloat16 \(BF16\): autocast saves no time"),
+        (jnp.float16, "float16 no faster than float32 in XLA: autocast saves no time"),
+    ],
+)
+def test_the_warning_on_arm_names_no_instructions_of_x86_nor_convolutions(
+    choose_processor, dtype, words
+):
+    choose_processor("Features\t: fp asimd fphp asimdhp\n")
+    with pytest.warns(jamp.JampWarning, match=words):
+        jamp.autocast(jnp.matmul, dtype=dtype, device_type="cpu")(X, X)
+
+
 def test_float16_on_a_processor_for_bfloat16_is_warned_of_once(choose_processor):
     choose_processor("avx512_bf16")
     fn = jamp.autocast(jnp.matmul, dtype=jnp.float16, device_type="cpu")
