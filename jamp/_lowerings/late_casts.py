@@ -9,7 +9,6 @@ rows may read the weight as it is.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -139,9 +138,13 @@ def _users(cast: Value, argument: Value) -> list[ir.Operation]:
         return []
     if not (is_argument(argument) and isinstance(cast, ir.OpResult)):
         return []
-    users = (use.owner.operation for use in islice(argument.uses, _MOST_USERS))
-    # Each branch has a cast.
-    return list(dict.fromkeys(_around(user) for user in users))
+    users: dict[ir.Operation, None] = {}
+    for use in argument.uses:
+        # Each branch has a cast.
+        users[_around(use.owner.operation)] = None
+        if len(users) == _MOST_USERS:
+            break
+    return list(users)
 
 
 def _around(user: ir.Operation) -> ir.Operation:

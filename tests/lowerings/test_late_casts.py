@@ -122,6 +122,12 @@ def total(x, *weights):
     return apply(x, *weights).astype(jnp.float32).sum()
 
 
+def repeated_between(x, w, v):
+    """One operation reads the weight more often than users are looked at."""
+    x = apply(x, w)
+    return jnp.concatenate([w] * 17), apply(x, w)
+
+
 AGAIN = {
     "a loop": decode,
     "a scan": iterate,
@@ -129,6 +135,7 @@ AGAIN = {
     "a backward pass": jax.grad(total, 1),
     "a backward pass that comes later": lambda *a: (total(*a), jax.grad(total, 1)(*a)),
     "a layer with the same weight": lambda x, w, v: apply(x, v, w, v, w),
+    "a layer behind what reads it often": repeated_between,
     "another call": lambda x, *weights: apply(apply(x, *weights), *weights),
 }
 
