@@ -64,6 +64,12 @@ from jax._src.interpreters.partial_eval import (
     DynamicJaxprTrace as _DynamicJaxprTrace,
 )
 
+# What a policy of `jax.checkpoint` may answer has no public name.
+from jax._src.interpreters.partial_eval import RecomputeType as _RecomputeType
+
+# Nor has what JAX makes of an answer.
+from jax._src.interpreters.partial_eval import ensure_enum as _ensure_enum
+
 # Every cast goes through a function there, which returns an array that has the dtype
 # already as it is: no public name tells that it was called.
 from jax._src.lax import lax as _lax
@@ -254,6 +260,14 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     # JAX 0.12 has a tree of constants, carry and slices.
     consts, carry, _ = params["ft_in"].unpack()
     return len(consts), len(carry)
+
+
+def is_saved(answer: Any) -> bool:
+    """Whether a checkpoint's policy has something saved; raises as JAX for no answer.
+
+    What is moved elsewhere is saved, too.
+    """
+    return not isinstance(_ensure_enum(answer), _RecomputeType)
 
 
 def checkpoint(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 
+from jamp._compat import is_saved
 from jamp._dtypes import FLOAT32, in_dtype
 from jamp._equations.binding import evaluated
 from jamp._lowerings.late_casts import lower_with_weights
@@ -276,8 +277,7 @@ def _save_like(
     if any(unknown):
         return None, eqn, [True], [True], needed
     avals = [atom.aval for atom in eqn.invars[:2]]
-    answer = saveable(of_jax, *avals, **_jax_params(eqn.params))
     # What a policy would move elsewhere is saved where it is.
-    if answer is True or type(answer).__name__ in ("Offloadable", "SaveableType"):
+    if is_saved(saveable(of_jax, *avals, **_jax_params(eqn.params))):
         return eqn, None, [False], [False], []
     return eqn, eqn, [False], [True], needed

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from devices import LOW, each_device
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxprs import text
 
@@ -112,3 +113,15 @@ def test_a_checkpoint_of_references_is_differentiated_as_jax_does():
     with remat3(True):
         found = jax.grad(jamp.autocast(fn, device_type="gpu"))(W)
         np.testing.assert_allclose(found, jax.grad(fn)(W), rtol=0.02, atol=0.02)
+
+
+def test_an_answer_of_a_policy_that_jax_refuses_is_refused():
+    def saves(primitive, *_, **__):
+        return np.bool_(True) if primitive is lax.dot_general_p else False
+
+    def fn(w):
+        return jnp.sum(jax.checkpoint(lambda w: jnp.sin(w @ w), policy=saves)(w))
+
+    for gradient in (jax.grad(fn), jax.grad(jamp.autocast(fn))):
+        with pytest.raises(TypeError, match="should be a bool"):
+            gradient(W)
