@@ -72,7 +72,7 @@ def _calls(run: Group, stop: int, env: Environment) -> Iterator[Group]:
     Of a function that rounds what it returns, those are one of which the later ones
     alone read what the first hand on: it may never have been returned.
     """
-    pieces = _pieces(run)
+    pieces = _pieces(run) if len(run) > 1 else [run]
     if len(pieces) == 1 or not run[0].rounds:
         yield from pieces
         return
