@@ -202,11 +202,10 @@ class Policy:
         if function is not None:
             key = self._entry(function)
             code = key.resolve() if isinstance(key, Function) else None
-            listed = {id(own): known for own, known in self.function_codes}.get(
-                id(code)
-            )
-            if code is not None and listed is not None:
-                return self.function_rules[listed]
+            # Of two names of one function, the later decides.
+            for own, listed in reversed(self.function_codes):
+                if own is code:
+                    return self.function_rules[listed]
         return self.primitive_rules.get(name) if name else None
 
     def scope_rule(self, names: tuple[str, ...]) -> tuple[str, Rule] | None:
